@@ -1,0 +1,93 @@
+"""Between the batched tensors and the plain-Python game, and a chi-square test."""
+
+import random
+
+import numpy as np
+import reference_game as reference
+import torch
+
+from stag_hunt_env import PLAYER_PROBS, State, sample, seat_probs
+
+
+def games_of(state):
+    """State of B games -> B plain-Python games"""
+    fields = [x.tolist() for x in state]
+    return [
+        reference.Game(position, present, prey, alive, {cell for cell, wall in enumerate(walls) if wall}, time, first_hunt)
+        for position, present, prey, alive, walls, time, first_hunt in zip(*fields, strict=True)
+    ]
+
+
+def state_of(config, games):
+    walls = [[cell in g.walls for cell in range(config.num_cells)] for g in games]
+    columns = (
+        ([g.position for g in games], np.int32),
+        ([g.present for g in games], np.bool_),
+        ([g.prey for g in games], np.int32),
+        ([g.alive for g in games], np.bool_),
+        (walls, np.uint8),
+        ([g.time for g in games], np.int32),
+        ([g.first_hunt for g in games], np.int32),
+    )
+    return State(*(torch.from_numpy(np.array(values, dtype)) for values, dtype in columns))
+
+
+def planes_of(config, games):
+    planes = np.frombuffer(bytearray(b"".join(reference.observe(config, g) for g in games)), np.uint8)
+    return torch.from_numpy(planes.reshape(len(games), config.num_players, *config.observation_shape))
+
+
+def legal_of(config, games):
+    legal = np.zeros((len(games), config.num_players, 7), np.bool_)
+    for b, game in enumerate(games):
+        for seat in range(config.num_players):
+            legal[b, seat, list(reference.legal_actions(config, game, seat))] = True
+    return torch.from_numpy(legal)
+
+
+def assert_same(name, ours, expected):
+    assert ours.dtype == expected.dtype, f"{name}: dtype {ours.dtype}, not {expected.dtype}"
+    assert torch.equal(ours, expected), f"{name}:\n{ours}\nexpected:\n{expected}"
+
+
+def assert_same_state(ours, expected):
+    for name in State._fields:
+        assert_same(name, getattr(ours, name), getattr(expected, name))
+
+
+def mixed_actions(env, state, kinds, wild, generator):
+    """Each seat plays its kind of rule-based player, but a share `wild` of actions is any of the 7, legal or not."""
+    actions = sample(seat_probs(env, state, kinds), generator)
+    anything = torch.randint(7, actions.shape, generator=generator)
+    return torch.where(torch.rand(actions.shape, generator=generator) < wild, anything, actions)
+
+
+def random_kinds(env, generator):
+    return torch.randint(len(PLAYER_PROBS), (env.num_envs, env.config.num_players), generator=generator)
+
+
+def chi_square_p(counts, expected=None):
+    """p of `counts` (last axis) under `expected` frequencies (default: all equal)"""
+    counts = torch.as_tensor(counts, dtype=torch.float64)
+    expected = torch.ones_like(counts) if expected is None else torch.as_tensor(expected, dtype=torch.float64)
+    expected = expected / expected.sum() * counts.sum()
+    assert (expected >= 5).all(), "too few counts for a chi-square test"
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2.0).double(), statistic / 2))
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def global_generators():
+    """The state of the generators that the game must neither read nor touch"""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def stir_global_generators(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.rand(5)
+    return global_generators()

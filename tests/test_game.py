@@ -1,0 +1,294 @@
+"""The batched game is exactly the plain-Python game of reference_game.py, step by step and with automatic reset."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import reference_game as reference
+import torch
+from helpers import (
+    assert_same,
+    assert_same_state,
+    chi_square_p,
+    games_of,
+    global_generators,
+    legal_of,
+    mixed_actions,
+    planes_of,
+    random_kinds,
+    seeded,
+    state_of,
+    stir_global_generators,
+)
+
+from stag_hunt_env import StagHuntConfig as Config
+from stag_hunt_env import StagHuntEnv, State
+
+EVERYONE_LEFT, TIME_UP, FIRST_HUNT = "everyone left", "time up", "steps after the first hunt"
+LONE_STAG, STAG, HARE_SHARED, TRIO, TWO_CATCHES = (
+    "one on a stag",
+    "stag caught",
+    "hare shared",
+    "party of 3",
+    "two catches at once",
+)
+BAD_MOVE, BAD_HUNT, GHOST, AFTER_END = "illegal move", "illegal hunt", "player that left hunts", "step after the end"
+ALWAYS = {BAD_MOVE, BAD_HUNT, AFTER_END}
+
+CASES = {  # name: config, and what must have happened in its games besides ALWAYS
+    "4h1s": (Config(), {EVERYONE_LEFT, LONE_STAG, STAG, HARE_SHARED, TRIO, TWO_CATCHES, GHOST}),
+    "4h2s": (Config(num_stags=2, final_time=12), {EVERYONE_LEFT, TIME_UP, STAG, TWO_CATCHES}),
+    "8x8": (Config(height=8, width=8, num_stags=2), {STAG, TIME_UP}),
+    "tall": (Config(height=7, width=3, num_players=3, num_stags=3, num_hares=2), {STAG, EVERYONE_LEFT}),
+    "wide": (Config(height=3, width=7, num_players=5, num_stags=2, num_hares=3, final_time=20), {STAG, TRIO}),
+    "one row": (Config(height=1, width=9, num_players=3, num_stags=2, num_hares=2), {STAG, HARE_SHARED}),
+    "one column": (Config(height=8, width=1, num_players=2, num_stags=1, num_hares=2), {STAG}),
+    "8 players": (Config(height=5, width=6, num_players=8, num_stags=3, num_hares=3), {TRIO, TWO_CATCHES, STAG, HARE_SHARED}),
+    "8 on a stag": (Config(height=3, width=3, num_players=8, num_hares=0), {TRIO, TIME_UP}),
+    "2 players": (Config(height=4, width=5, num_players=2, num_stags=1, num_hares=3), {EVERYONE_LEFT, LONE_STAG}),
+    "no hares": (Config(num_hares=0, final_time=9), {STAG, TRIO, TIME_UP}),
+    "no stags": (Config(num_stags=0), {HARE_SHARED, EVERYONE_LEFT, TWO_CATCHES}),
+    "no prey": (Config(height=2, width=3, num_players=3, num_stags=0, num_hares=0, final_time=5), {TIME_UP}),
+    "full board": (Config(height=2, width=4, num_players=4, num_stags=1, num_hares=3), {TRIO, GHOST}),
+    "crowded": (Config(height=2, width=3, num_players=4, num_stags=1, num_hares=1), {TRIO, TWO_CATCHES, HARE_SHARED, STAG}),
+    "strengths": (Config(strengths=(1, 2, 3, 0.5)), {TRIO, STAG, HARE_SHARED}),
+    "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5), time_reward=-0.125), {TRIO}),
+    "prosocial": (Config(height=3, width=5, num_players=3, prosocial=True, time_reward=-0.125), {STAG, TWO_CATCHES}),
+    "prosocial 7": (Config(4, 5, num_players=7, num_stags=2, prosocial=True, strengths=(1, 2, 3, 4, 5, 6, 7)), {TRIO}),
+    "time reward": (Config(time_reward=-0.01, final_time=10), {TIME_UP, STAG, HARE_SHARED}),
+    "other values": (Config(stag_reward=7, hare_reward=-3, num_players=6, height=5), {STAG, HARE_SHARED}),
+    "end at first hunt": (Config(steps_after_first_hunt=0, time_reward=0.25), {FIRST_HUNT, TWO_CATCHES}),
+    "end after first hunt": (Config(steps_after_first_hunt=3, num_players=6, height=5), {FIRST_HUNT, EVERYONE_LEFT, GHOST}),
+    "end after first hunt, prosocial": (Config(steps_after_first_hunt=3, prosocial=True, final_time=6), {FIRST_HUNT, TIME_UP}),
+    "permuted": (Config(height=3, width=4, permute_ids=True, strengths=(4, 3, 2, 1)), {STAG, TRIO}),
+    "one step": (Config(height=2, width=5, final_time=1), {TIME_UP}),
+    "walls": (Config(height=6, width=7, max_wall_pieces=3), {STAG, TIME_UP}),
+    "walls, 8 divides": (Config(height=4, width=6, num_players=3, num_stags=2, num_hares=2, max_wall_pieces=2), {STAG}),
+    "walls, little room": (Config(height=3, width=5, num_stags=2, max_wall_pieces=4, permute_ids=True), {STAG}),
+}  # fmt: skip
+CONFIGS = {name: config for name, (config, _) in CASES.items()}
+GAMES = 48
+
+
+def note_events(config, game, actions, seen):
+    """What is about to happen in `game`"""
+    if reference.game_over(config, game):
+        seen[AFTER_END] += 1
+        return
+    hunting = reference.parties(config, game, actions)
+    caught = [(prey, party) for prey, party in hunting.items() if prey >= config.num_stags or len(party) > 1]
+    seen[TWO_CATCHES] += len(caught) > 1
+    for prey, party in hunting.items():
+        stag = prey < config.num_stags
+        seen[LONE_STAG] += stag and len(party) == 1
+        seen[STAG] += stag and len(party) > 1
+        seen[HARE_SHARED] += not stag and len(party) > 1
+        seen[TRIO] += len(party) > 2
+    for seat, action in enumerate(actions):
+        if action not in reference.legal_actions(config, game, seat):
+            seen[GHOST if not game.present[seat] and action > 4 else BAD_HUNT if action > 4 else BAD_MOVE] += 1
+
+
+def note_end(config, game, seen):
+    k = config.steps_after_first_hunt
+    seen[EVERYONE_LEFT] += not any(game.present)
+    seen[TIME_UP] += game.time >= config.final_time
+    seen[FIRST_HUNT] += k is not None and any(game.present) and game.first_hunt >= 0 and game.time - game.first_hunt == k
+
+
+def play_step(config, games, actions, seen):
+    """Steps every plain-Python game -> reward, who acted, done, as tensors"""
+    results = []
+    for game, acts in zip(games, actions.tolist(), strict=True):
+        note_events(config, game, acts, seen)
+        was_over = reference.game_over(config, game)
+        results.append(reference.step(config, game, acts))
+        if results[-1][2] and not was_over:
+            note_end(config, game, seen)
+    reward, acted, done = zip(*results, strict=True)
+    return torch.from_numpy(np.array(reward, np.float32)), torch.tensor(acted), torch.tensor(done)
+
+
+def assert_same_step(ours, expected):
+    for name, mine, theirs in zip(("reward", "present_before", "done"), ours, expected, strict=True):
+        assert_same(name, mine, theirs)
+
+
+def assert_same_view(env, state, games):
+    assert_same_state(state, state_of(env.config, games))
+    assert_same("observe", env.observe(state), planes_of(env.config, games))
+    assert_same("legal_actions", env.legal_actions(state), legal_of(env.config, games))
+    assert env.game_over(state).tolist() == [reference.game_over(env.config, game) for game in games]
+    assert_same("clock", env.clock(state), state.time.float() / env.config.final_time)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transition_is_the_plain_game(name, request):
+    config, expected = CONFIGS[name], CASES[name][1] | ALWAYS
+    quota = -(-request.config.getoption("--transitions") // len(CASES))
+    env, generator, seen, played = StagHuntEnv(config, GAMES, seed=1), seeded(2), Counter(), 0
+    while played < quota:
+        state, kinds = env.initial_state(), random_kinds(env, generator)
+        games = games_of(state)
+        assert_same_view(env, state, games)
+        for _ in range(config.final_time + 2):
+            played += sum(not reference.game_over(config, game) for game in games)
+            actions = mixed_actions(env, state, kinds, 0.2, generator)
+            before = State(*(x.clone() for x in state))
+            after, *results = env.transition(state, actions)
+            assert_same_state(state, before)  # a pure function leaves its input alone
+            assert_same_step(results, play_step(config, games, actions, seen))
+            assert_same_view(env, after, games)
+            state = after
+            if not results[1].any():  # nobody acted: every game had ended before
+                break
+    missing = sorted(event for event in expected if not seen[event])
+    assert not missing or quota < 100_000 // len(CASES), f"never happened: {missing}; happened: {dict(seen)}"
+
+
+@pytest.mark.parametrize(
+    "name", ["4h1s", "tall", "8 players", "strengths", "prosocial", "end after first hunt", "walls, 8 divides"]
+)
+def test_transition_from_any_state(name):
+    """Search and imagination start from states that play does not reach: someone who left stands on living prey, say."""
+    config, generator = CONFIGS[name], seeded(20)
+    env = StagHuntEnv(config, 300, seed=21)
+    deal = env.initial_state()
+
+    def chance(share, like):
+        return torch.rand(like.shape, generator=generator) < share
+
+    on_prey = deal.prey_position.gather(1, torch.randint(config.num_prey, deal.position.shape, generator=generator))
+    time = torch.randint(config.final_time + 1, (300,), generator=generator, dtype=torch.int32)
+    state = deal._replace(
+        position=torch.where(chance(0.7, on_prey), on_prey, deal.position),
+        present=chance(0.8, deal.present),
+        prey_alive=chance(0.8, deal.prey_alive),
+        time=time,
+        first_hunt=torch.where(chance(0.5, time), -1, time - 1).to(torch.int32),
+    )
+    games = games_of(state)
+    assert_same_view(env, state, games)
+    hunts = torch.randint(5, 7, deal.position.shape, generator=generator)
+    actions = torch.where(chance(0.8, hunts), hunts, torch.randint(7, hunts.shape, generator=generator))
+    after, *results = env.transition(state, actions)
+    assert_same_step(results, play_step(config, games, actions, Counter()))
+    assert_same_view(env, after, games)
+
+
+def test_every_setting_is_covered():
+    configs = list(CONFIGS.values())
+    assert {c.num_players for c in configs} == set(range(2, 9))
+    assert {c.num_stags for c in configs} == set(range(4))
+    assert {c.num_cells % 8 == 0 for c in configs if c.max_wall_pieces} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "name", ["4h1s", "tall", "crowded", "walls, little room", "one step", "end at first hunt", "prosocial"]
+)
+def test_step_with_automatic_reset(name):
+    config = CONFIGS[name]
+    env, generator, seen = StagHuntEnv(config, 32, seed=3), seeded(4), Counter()
+    games = games_of(env.state)
+    returns, final_return = torch.zeros(2, 32, config.num_players)
+    final_state, final_planes = state_of(config, games), planes_of(config, games)
+    final_length, episodes = torch.zeros(32, dtype=torch.int32), 0
+    kinds = random_kinds(env, generator)
+    for _ in range(3 * config.final_time):
+        actions = mixed_actions(env, env.state, kinds, 0.2, generator)
+        observation, *results = env.step(actions)
+        reward, acted, done = play_step(config, games, actions, seen)
+        assert_same_step(results, (reward, acted, done))
+        assert acted.any(1).all(), "a finished game was played on"
+        episodes += int(done.sum())
+
+        ended, last, last_planes = done[:, None], state_of(config, games), planes_of(config, games)
+        returns += reward
+        final_return, returns = torch.where(ended, returns, final_return), torch.where(ended, 0.0, returns)
+        final_length = torch.where(done, last.time, final_length)
+        final_planes = torch.where(ended[..., None, None, None], last_planes, final_planes)
+        final_state = State(
+            *(torch.where(done if x.dim() == 1 else ended, x, y) for x, y in zip(last, final_state, strict=True))
+        )
+        assert_same_state(env.final_state, final_state)
+        assert_same("final_observation", env.final_observation(), final_planes)
+        for field, value in (("final_return", final_return), ("final_length", final_length), ("episode_return", returns)):
+            assert_same(field, getattr(env, field), value)
+
+        for b, new in enumerate(games_of(env.state)):
+            if done[b]:
+                assert new.time == 0 and new.first_hunt == -1 and all(new.present) and all(new.alive)
+                assert len({*new.position, *new.prey, *new.walls}) == config.num_players + config.num_prey + len(new.walls)
+                games[b] = new
+        assert_same_view(env, env.state, games)
+        assert_same("observation", observation, planes_of(config, games))
+    assert episodes >= 2 * 32, f"only {episodes} games ended"
+
+
+@pytest.mark.parametrize("final_time", [1, 2, 3, 4, 35])
+def test_games_after_automatic_reset_are_fresh_deals(final_time):
+    config = Config(height=3, width=5, num_players=3, num_stags=1, num_hares=2, final_time=final_time)
+    env, stay = StagHuntEnv(config, 64, seed=5), torch.full((64, 3), 4)
+    counts, deals, rounds = torch.zeros(6, 15), set(), max(60, 2 * final_time)
+    started = 0
+    for _ in range(rounds):
+        *_, done = env.step(stay)
+        cells = torch.cat([env.state.position, env.state.prey_position], 1)[done]
+        for column in range(6):
+            counts[column] += torch.bincount(cells[:, column], minlength=15)
+        deals |= {tuple(row) for row in cells.tolist()}
+        started += len(cells)
+    assert started == rounds // final_time * 64
+    # 15 * 14 * ... * 10 = 3.6 million deals: repeats are rare unless a deal is played twice.
+    assert len(deals) >= 0.995 * started
+    if started > 1000:
+        assert min(chi_square_p(row) for row in counts) > 1e-3
+
+
+def test_games_after_early_ends_are_fresh_deals():
+    """The ring of prepared deals must not favour games that end soon, nor leak the last game into the next."""
+    config = Config(height=2, width=4, num_players=2, num_stags=0, num_hares=2, final_time=12)
+    env, generator = StagHuntEnv(config, 256, seed=6), seeded(7)
+    kinds = torch.full((256, 2), 2)
+    counts = torch.zeros(4, 8)
+    for _ in range(120):
+        *_, done = env.step(mixed_actions(env, env.state, kinds, 0.5, generator))
+        cells = torch.cat([env.state.position, env.state.prey_position], 1)[done]
+        for column in range(4):
+            counts[column] += torch.bincount(cells[:, column], minlength=8)
+    assert counts[0].sum() > 3000
+    assert min(chi_square_p(row) for row in counts) > 1e-3
+
+
+def test_same_seed_same_games():
+    config = CONFIGS["walls, 8 divides"]
+
+    def run(env, start):
+        generator, history = seeded(8), [start]
+        kinds = random_kinds(env, generator)
+        for _ in range(100):
+            history.extend(x.clone() for x in env.step(mixed_actions(env, env.state, kinds, 0.3, generator)))
+        return [*history, *(x.clone() for x in (*env.state, *env.final_state, env.final_return, env.final_length))]
+
+    def equal(a, b):
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    env = StagHuntEnv(config, 16, seed=9)
+    first = run(env, env.observe(env.state))
+    assert equal(first, run(env, env.reset(seed=9)))  # also the deals prepared for automatic reset
+    assert not equal(first, run(env, env.reset()))
+    other = StagHuntEnv(config, 16, seed=10)
+    assert not equal(first, run(other, other.observe(other.state)))
+    fresh = StagHuntEnv(config, 16, seed=9)
+    before = stir_global_generators(11)
+    assert equal(first, run(fresh, fresh.observe(fresh.state)))
+    assert global_generators() == before
+
+
+def test_initial_state_of_a_seed():
+    a, b, c = (StagHuntEnv(CONFIGS["walls"], 8, seed=seed) for seed in (1, 1, 2))
+    deal = a.initial_state()
+    assert_same_state(deal, b.initial_state())
+    assert not torch.equal(deal.position, c.initial_state().position)
+    assert not torch.equal(deal.position, a.initial_state().position)
+    assert a.initial_state(5).position.shape == (5, 4)

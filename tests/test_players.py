@@ -1,0 +1,144 @@
+"""The rule-based players walk shortest paths, choose ties uniformly and play by the probabilities they publish."""
+
+import pytest
+import reference_game as reference
+import torch
+from helpers import chi_square_p, games_of, mixed_actions, random_kinds, seeded
+
+from stag_hunt_env import ALL_SEATS, FAR, PLAYER_PROBS, PLAYERS, StagHuntConfig, StagHuntEnv, State, sample, seat_probs
+
+BOARDS = [
+    StagHuntConfig(height=4, width=7, num_stags=2),
+    StagHuntConfig(height=6, width=7, num_players=5, num_stags=2, num_hares=2, max_wall_pieces=3),
+    StagHuntConfig(height=3, width=4, num_players=3, num_stags=0, num_hares=2),
+    StagHuntConfig(height=2, width=4, num_players=3, num_stags=0, num_hares=0),
+    StagHuntConfig(height=1, width=9, num_players=2, num_stags=2, num_hares=2),
+]
+HUNTS = {"nearest_stag": 5, "nearest_hare": 6}
+
+
+def states_along_games(config, games=24, seed=1):
+    """States of whole games, with players that left and prey that was caught"""
+    env, generator = StagHuntEnv(config, games, seed=seed), seeded(seed)
+    state, kinds = env.initial_state(), random_kinds(env, generator)
+    for step in range(20):
+        if step % 4 == 0:
+            yield env, state
+        state, *_ = env.transition(state, mixed_actions(env, state, kinds, 0.2, generator))
+
+
+def repeated(state, times):
+    return State(*(x[:1].repeat_interleave(times, 0) for x in state))
+
+
+@pytest.mark.parametrize("config", BOARDS)
+def test_probabilities_are_those_of_breadth_first_search(config):
+    absent = False
+    for env, state in states_along_games(config):
+        games = games_of(state)
+        absent |= not bool(state.present.all())
+        for name, probs in PLAYER_PROBS.items():
+            ours = probs(env, state, ALL_SEATS)
+            seats = range(config.num_players)
+            expected = torch.tensor([[reference.player_probs(config, game, seat, name) for seat in seats] for game in games])
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+            for seat in seats:
+                assert torch.equal(probs(env, state, seat), ours[:, seat])
+            assert torch.equal(probs(env, state, slice(1, 2)), ours[:, 1:2])
+    assert absent or config.num_prey == 0
+
+
+@pytest.mark.parametrize("config", BOARDS)
+def test_distance_to_prey_is_that_of_breadth_first_search(config):
+    for env, state in states_along_games(config):
+        for hunt in HUNTS.values():
+            ours = env.distance_to_prey(state, hunt)
+            for b, game in enumerate(games_of(state)):
+                targets = [c for p, c in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == hunt]
+                expected = reference.distances(config, game, targets)
+                free = [cell for cell in range(config.num_cells) if cell not in game.walls]
+                assert [int(ours[b, cell]) for cell in free] == [expected.get(cell, FAR) for cell in free]
+
+
+@pytest.mark.parametrize("name", HUNTS)
+@pytest.mark.parametrize("config", BOARDS[:2])
+def test_hunters_arrive_in_the_fewest_steps(config, name):
+    env, generator = StagHuntEnv(config, 64, seed=2), seeded(3)
+    start = state = env.initial_state()
+    kind = (reference.hunted_by(config, p) == HUNTS[name] for p in range(config.num_prey))
+    targets = [p for p, wanted in enumerate(kind) if wanted]
+    fewest = [reference.distances(config, game, [game.prey[p] for p in targets])[game.position[0]] for game in games_of(start)]
+    assert max(fewest) >= 3
+    arrived = [None] * 64
+    for step in range(max(fewest) + 1):
+        actions = torch.full((64, config.num_players), 4)
+        actions[:, 0] = PLAYERS[name](env, state, 0, generator)
+        for b in range(64):
+            if arrived[b] is None and actions[b, 0] == HUNTS[name]:
+                arrived[b] = step
+        state, *_ = env.transition(state, actions)
+    assert arrived == fewest
+
+
+def open_state(env, position, prey):
+    deal = env.initial_state(1)
+    cells = torch.tensor([position], dtype=torch.int32)
+    return deal._replace(position=cells, prey_position=torch.tensor([prey], dtype=torch.int32))
+
+
+TIES = [  # own cell, the two stags' cells, the moves that begin a shortest path (on a 5x7 board)
+    (17, (1, 33), {0, 1, 2, 3}),
+    (17, (1, 34), {0, 2}),
+    (17, (15, 19), {2, 3}),
+    (17, (3, 19), {0, 3}),
+    (17, (10, 19), {0}),
+    (0, (16, 34), {1, 3}),
+    (17, (17, 18), {5}),
+]
+
+
+@pytest.mark.parametrize("cell, stags, moves", TIES)
+def test_ties_are_uniform(cell, stags, moves):
+    config = StagHuntConfig(height=5, width=7, num_players=2, num_stags=2, num_hares=0)
+    env = StagHuntEnv(config, 1)
+    state = repeated(open_state(env, (34, cell), stags), 8000)
+    actions = PLAYERS["nearest_stag"](env, state, 1, seeded(4))
+    counts = torch.bincount(actions, minlength=7)
+    assert {action for action in range(7) if counts[action]} == moves
+    assert len(moves) == 1 or chi_square_p(counts[sorted(moves)]) > 1e-3
+
+
+@pytest.mark.parametrize("name", PLAYERS)
+@pytest.mark.parametrize("config, times", [(BOARDS[0], 4000), (BOARDS[1], 600)])
+def test_players_play_by_their_probabilities(config, times, name):
+    for env, state in states_along_games(config, games=1, seed=5):
+        many = repeated(state, times)
+        probs = PLAYER_PROBS[name](env, state, ALL_SEATS)[0]
+        actions = PLAYERS[name](env, many, ALL_SEATS, seeded(6))
+        actions[:, 1] = PLAYERS[name](env, many, 1, seeded(7))
+        for seat, chance in enumerate(probs):
+            counts = torch.bincount(actions[:, seat], minlength=7)
+            assert (counts[chance == 0] == 0).all()
+            assert (chance > 0).sum() == 1 or chi_square_p(counts[chance > 0], chance[chance > 0]) > 1e-4
+
+
+def test_sample_follows_the_probabilities():
+    probs = torch.tensor([[0, 0.5, 0, 0.25, 0.125, 0.125, 0], [0, 0, 0, 0, 1.0, 0, 0], [1 / 7] * 7])
+    actions = sample(probs.expand(20_000, 3, 7), seeded(8))
+    assert actions.shape == (20_000, 3) and actions.dtype == torch.int64
+    counts = [torch.bincount(actions[:, row], minlength=7) for row in range(3)]
+    assert counts[0][probs[0] == 0].sum() == 0 and counts[1][4] == 20_000
+    assert chi_square_p(counts[0][probs[0] > 0], probs[0][probs[0] > 0]) > 1e-3
+    assert chi_square_p(counts[2]) > 1e-3
+    assert torch.equal(actions, sample(probs.expand(20_000, 3, 7), seeded(8)))
+
+
+def test_seat_probs_asks_the_player_of_each_seat():
+    names = list(PLAYER_PROBS)
+    for env, state in states_along_games(BOARDS[1]):
+        kinds = random_kinds(env, seeded(9))
+        table = seat_probs(env, state, kinds)
+        for b, game in enumerate(games_of(state)):
+            for seat in range(env.config.num_players):
+                expected = torch.tensor(reference.player_probs(env.config, game, seat, names[kinds[b, seat]]))
+                torch.testing.assert_close(table[b, seat], expected, atol=1e-6, rtol=0)
