@@ -1,12 +1,13 @@
 """Between the batched tensors and the plain-Python game, and a chi-square test."""
 
+import copy
 import random
 
 import numpy as np
 import reference_game as reference
 import torch
 
-from stag_hunt_env import PLAYER_PROBS, State, sample, seat_probs
+from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, State, sample, seat_probs
 
 
 def games_of(state):
@@ -91,3 +92,28 @@ def stir_global_generators(seed):
     np.random.seed(seed)  # noqa: NPY002
     torch.rand(5)
     return global_generators()
+
+
+PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that changes rewards
+    "default": StagHuntConfig(),
+    "two players": StagHuntConfig(height=3, width=5, num_players=2, num_hares=2, final_time=10),
+    "walls": StagHuntConfig(height=5, width=6, num_players=3, num_stags=2, num_hares=3, max_wall_pieces=3, final_time=14),
+    "six strengths": StagHuntConfig(
+        5, 4, num_players=6, num_stags=2, num_hares=3, final_time=12, strengths=(1, 2, 3, 4, 5, 6)
+    ),
+    "prosocial": StagHuntConfig(
+        height=4, width=5, num_players=3, num_hares=3, final_time=15, prosocial=True, time_reward=-0.5
+    ),
+    "time reward": StagHuntConfig(height=2, width=7, num_players=3, num_hares=2, final_time=9, time_reward=-0.01),
+}
+
+
+def replay(config, games):
+    """Plays stored games again by the plain-Python rules; yields (game number, t, game before, actions, rewards, acted, done,
+    game after)."""
+    start = State(*(x[:, 0] for x in games.states))
+    for number, (game, played) in enumerate(zip(games_of(start), games.actions.tolist(), strict=True)):
+        for t, actions in enumerate(played):
+            before = copy.deepcopy(game)
+            rewards, acted, done = reference.step(config, game, actions)
+            yield number, t, before, actions, rewards, acted, done, copy.deepcopy(game)
