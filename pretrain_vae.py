@@ -87,9 +87,9 @@ class Args:
     """a, the weight of the KL terms"""
     hidden: int = 64
     """width of the hidden layers"""
-    epochs: int = 20
+    epochs: int = 15
     """passes over the samples"""
-    batch_size: int = 64
+    batch_size: int = 128
     """players' games per update and experiment"""
     learning_rate: float = 3e-3
     """Adam's step size at the start; falls to 0 along a cosine"""
@@ -202,11 +202,14 @@ class SubgoalInference(nn.Module):
         state = self.encoder(batch.things, batch.walls)
         event, place = self.evidence(state, batch.joint), batch.place[..., None].expand_as(state)
         grid = state.new_zeros(len(state), batch.careers * batch.steps, state.shape[2]).scatter(1, place, event)
-        events, decay = grid.unflatten(1, (batch.careers, batch.steps)).unbind(2), self.decay.sigmoid()
-        summaries = [torch.zeros_like(events[0])]
-        for event in events[:-1]:
-            summaries.append(torch.addcmul(event, decay, summaries[-1]))
-        summary = torch.stack(summaries, 2).flatten(1, 2).gather(1, place)
+        grid = grid.unflatten(1, (batch.careers, batch.steps))  # [M, B, T, hidden]
+        # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
+        clock = torch.arange(batch.steps, device=state.device)
+        ago = clock[:, None] - clock - 1
+        kept = torch.where(
+            ago >= 0, self.decay.sigmoid().movedim(1, 2)[..., None] ** ago.clamp(min=0), 0.0
+        )  # [M, hidden, T, T]
+        summary = torch.einsum("mhtu,mbuh->mbth", kept, grid).flatten(1, 2).gather(1, place)
         return self.head(F.relu(self.mix(torch.cat([state, summary], 2)))), summary
 
     def reconstruct(self, goal, summary):
@@ -841,6 +844,7 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"{args.data} holds {smallest} samples to train on, {args.num_samples} are asked for")
     data = stack_careers([careers(env, pair[0], args.players, args.num_samples) for pair in games])
     held_out = stack_careers([careers(env, pair[1], args.players) for pair in games])
+    watched = Careers(*(x[:, :1000] for x in held_out))  # after each epoch; all of them at the end
     models = Models(args, config, seeds).to(device)
     optimiser = torch.optim.Adam(models.parameters(), lr=args.learning_rate)
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -884,7 +888,7 @@ def main(args: Args) -> dict[str, float]:
             raise FloatingPointError(
                 f"losses/{bad[0]} is not finite in epoch {done}; the state is in {folders[0]}/checkpoint.pt"
             )
-        tables, pictures = measure(args, config, models, held_out)
+        tables, pictures = measure(args, config, models, watched)
         for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
             row = {f"losses/{key}": values[s] for key, values in parts.items()}
             row |= {f"{name}/{key}": value for name, figures in tables[s].items() for key, value in figures.items()}
