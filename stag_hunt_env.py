@@ -97,9 +97,13 @@ Player 0 stands at the stag, on cell 1 of four, and hunts in vain until player 1
 * v0: first version.
 """
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import math
+import operator
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -162,10 +166,13 @@ class StagHuntConfig:
 
     @property
     def setting(self) -> str:
-        return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s"
+        """Short name: 4x4_4h1s is 4 hunters and 1 stag; the hares are named where there are not 4."""
+        hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
+        return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
     def payoffs(self) -> dict[float, str]:
-        """Every reward that one player can get in one step while on the board -> what paid it: none, hare or stag."""
+        """Every reward that one player can get in one step while on the board -> what paid it: none, hare or stag (where two
+        pay the same, the first of these)."""
         n, strengths = self.num_players, self.strengths or (1.0,) * self.num_players
         found = {}
         if self.prosocial:
@@ -183,6 +190,9 @@ class StagHuntConfig:
                 if self.num_stags and size:
                     found.setdefault(float(np.float32(share * self.stag_reward + self.time_reward)), "stag")
         return found
+
+    def checked(self) -> "StagHuntConfig":
+        return StagHuntConfig(**dataclasses.asdict(self))
 
     def __post_init__(self):
         if self.height < 1 or self.width < 1:
@@ -203,6 +213,9 @@ class StagHuntConfig:
             len(self.strengths) == self.num_players and all(0 < s < math.inf for s in self.strengths)
         ):
             raise ValueError(f"strengths must be {self.num_players} positive numbers, one per seat, not {self.strengths}")
+        rewards = self.stag_reward, self.hare_reward, self.time_reward
+        if not all(math.isfinite(reward) for reward in rewards):
+            raise ValueError(f"stag_reward, hare_reward and time_reward must be finite, not {rewards}")
         if self.max_wall_pieces < 0:
             raise ValueError(f"max_wall_pieces must be >= 0, not {self.max_wall_pieces}")
         if self.steps_after_first_hunt is not None and self.steps_after_first_hunt < 0:
@@ -215,9 +228,6 @@ class StagHuntFlags(StagHuntConfig):
 
     def __post_init__(self):
         pass
-
-    def checked(self) -> StagHuntConfig:
-        return StagHuntConfig(**dataclasses.asdict(self))
 
 
 class State(NamedTuple):
@@ -244,7 +254,8 @@ class StagHuntEnv:
     `final_return` [B, N] and `final_length` [B] until the next game in that place ends.
 
     Everything on the device stays there, in the same memory, so `step` can be captured in a CUDA graph (register
-    `generator` with it). `compile=True` fuses the step with torch.compile.
+    `generator` with it). For the same reason `step` overwrites `state`: copy what you want to keep, `copy_state(env.state)`.
+    `compile=True` fuses the step with torch.compile.
     """
 
     def __init__(self, config: StagHuntConfig | None = None, num_envs: int = 1, device="cpu", seed: int = 0, compile=False):
@@ -283,9 +294,9 @@ class StagHuntEnv:
             # The longest shortest path: straight across, and around each piece (a piece of 4 has a rim of at most 14 cells).
             self.longest_path = min(cells - 1, height + width - 2 + 14 * config.max_wall_pieces)
 
-        # New games come from a ring of 2B that are dealt in advance, a quarter of B anew at each step. None is played
-        # twice unless 2B games end within 8 steps, that is, unless games last less than 4 steps on average.
-        self.deals_per_step = math.ceil(num_envs / min(4, config.final_time))
+        # New games come from a ring of 2B that are dealt in advance, half of B anew at each step. Nobody starts on prey, so a
+        # game lasts at least 2 steps (unless final_time is 1), at most 2B end within 4 steps, and no deal is played twice.
+        self.deals_per_step = math.ceil(num_envs / min(2, config.final_time))
         self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
         if compile:
             self._advance, self._refill = (torch.compile(f, dynamic=False) for f in (self._advance, self._refill))
@@ -352,6 +363,7 @@ class StagHuntEnv:
 
     def transition(self, state: State, actions: torch.Tensor) -> tuple[State, torch.Tensor, torch.Tensor, torch.Tensor]:
         """actions int [B, N] -> next state, reward [B, N], present_before [B, N] (acted in this step), done [B]. No reset.
+        What cannot change, walls and the prey's places, is shared with the state that was given.
 
         Wrong shapes, types and values raise ValueError, except that values on a GPU are not read back: there, an action
         outside 0..6 acts as stay."""
@@ -370,7 +382,7 @@ class StagHuntEnv:
         success = hunting & caught[:, None]
         if config.prosocial:
             earned = (caught * self.prey_value).sum(1) + active.sum(1) * config.time_reward
-            reward = (earned / config.num_players)[:, None].expand_as(state.present)
+            reward = (earned / config.num_players)[:, None].repeat(1, config.num_players)
         else:
             party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
             share = success * (self.strengths * self.prey_value) / torch.where(party > 0, party, 1.0)
@@ -505,6 +517,8 @@ class StagHuntEnv:
         return (reached == free).all(1)
 
     def _check_actions(self, actions, state):
+        if not isinstance(actions, torch.Tensor):
+            raise ValueError(f"actions must be a tensor, not {type(actions).__name__}")
         if actions.shape != state.position.shape:
             raise ValueError(f"actions must have shape {list(state.position.shape)}, not {list(actions.shape)}")
         if actions.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
@@ -513,6 +527,10 @@ class StagHuntEnv:
             raise ValueError(f"actions must be on {self.device}, not on {actions.device}")
         if actions.device.type == "cpu" and not 0 <= actions.min() <= actions.max() < NUM_ACTIONS:
             raise ValueError(f"actions must be 0 to {NUM_ACTIONS - 1}, not {actions.min()} to {actions.max()}")
+
+
+def copy_state(state: State) -> State:
+    return State(*(x.clone() for x in state))
 
 
 def _assign(kept: State, new: State) -> None:
@@ -754,7 +772,8 @@ class _OneGame:
     """What the two faces share: one game of the batched core."""
 
     def __init__(self, config: StagHuntConfig):
-        self.core = StagHuntEnv(config, num_envs=1)
+        self.core, self.state = StagHuntEnv(config, num_envs=1), None
+        self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
         self.observation_space = gymnasium.spaces.Dict(
             observation=gymnasium.spaces.Box(0, 1, config.observation_shape, np.uint8),
             action_mask=gymnasium.spaces.MultiBinary(NUM_ACTIONS),
@@ -820,7 +839,7 @@ class StagHuntParallelEnv(ParallelEnv):
         missing = [agent for agent in self.agents if agent not in actions]
         if missing:
             raise ValueError(f"step needs an action for {', '.join(missing)}")
-        rewards, done = self._game.step([int(actions[agent]) for agent in self.agents])
+        rewards, done = self._game.step([operator.index(actions[agent]) for agent in self.agents])
         n = len(self.agents)
         results = self._game.observations(), rewards, [done] * n, [False] * n, [{} for _ in range(n)]
         self.agents = [] if done else self.agents
@@ -859,9 +878,12 @@ class StagHuntGymEnv(gymnasium.Env):
         return self._game.observations()[self.learner], {}
 
     def step(self, action):
-        core, state = self._game.core, self._game.state
-        players = [None if name == "learner" else PLAYERS[name] for name in self.seats]
-        actions = [int(play(core, state, i, core.generator)) if play else int(action) for i, play in enumerate(players)]
+        core, state, actions = self._game.core, self._game.state, []
+        if state is None:
+            raise ValueError("call reset before step")
+        for i, name in enumerate(self.seats):
+            rule = PLAYER_PROBS.get(name)
+            actions.append(int(sample(rule(core, state, i), core.generator)) if rule else operator.index(action))
         rewards, done = self._game.step(actions)
         return self._game.observations()[self.learner], rewards[self.learner], done, False, {}
 
@@ -894,13 +916,13 @@ class Args:
     audit_games: int = 200_000
     """--audit: games for each row of the table"""
     batch_sizes: tuple[int, ...] = (4096, 65536, 524288)
-    """--benchmark: games played at once (524288 is left out on a CPU)"""
+    """--benchmark: games played at once (more than 100 000 only on a GPU)"""
     boards: tuple[str, ...] = ("4x4", "8x8")
     """--benchmark: boards, as HEIGHTxWIDTH"""
     compile: bool = True
     """--benchmark: fuse the step with torch.compile (CUDA only)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the games are played; auto: on the GPU if there is one"""
+    """--audit, --benchmark: where the games are played; auto: on the GPU if there is one"""
     seed: int = 1
     """seed of all randomness"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
@@ -980,7 +1002,7 @@ def equal_means_p(returns: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), statistic / 2))
 
 
-def benchmark(args: Args) -> dict:
+def benchmark(args: Args, configs: list[StagHuntConfig]) -> dict:
     device = resolve_device(args.device)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
@@ -988,9 +1010,8 @@ def benchmark(args: Args) -> dict:
     print(f"{name}, torch {torch.__version__}, {mode}; random legal actions, {args.config.num_players} observations written")
     print(f"{'board':<8}{'games':>9}{'us/step':>10}{'M env-steps/s':>16}{'M agent-steps/s':>17}{'GB/s of planes':>16}")
     table = []
-    for board in args.boards:
-        height, width = parse_board(board)
-        config = dataclasses.replace(args.config, height=height, width=width)
+    for config in configs:
+        board = f"{config.height}x{config.width}"
         for games in args.batch_sizes:
             if games > 100_000 and not cuda:
                 continue
@@ -1064,21 +1085,43 @@ def resolve_device(device: str) -> torch.device:
 def main(args: Args) -> dict:
     resolve_device(args.device)
     args = dataclasses.replace(args, config=args.config.checked())
+    if args.fps <= 0:
+        raise ValueError(f"--fps must be > 0, not {args.fps}")
+    if args.audit_games < 100:
+        raise ValueError(f"--audit-games must be >= 100, not {args.audit_games}")
+    if args.gif and not os.path.isdir(os.path.dirname(args.gif) or "."):
+        raise ValueError(f"there is no folder {os.path.dirname(args.gif)} for --gif {args.gif}")
+    boards = [dataclasses.replace(args.config, height=h, width=w) for h, w in map(parse_board, args.boards)]
     results = {}
     if args.play or args.gif or not (args.audit or args.benchmark):
         results |= play(args)
     if args.audit:
         results |= {"audit": audit(args)}
     if args.benchmark:
-        results |= {"benchmark": benchmark(args)}
+        results |= {"benchmark": benchmark(args, boards)}
     return results
 
 
-if __name__ == "__main__":
+def command_line(args_type: type, main: Callable) -> dict:
+    """Parses the flags and runs main. Wrong flags and wrong input end with one line and exit code 2."""
     import tyro
 
+    said = io.StringIO()
     try:
-        outcome = main(tyro.cli(Args, config=(tyro.conf.OmitArgPrefixes,)))
-    except ValueError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
+        with contextlib.redirect_stderr(said):
+            args = tyro.cli(args_type, config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as stop:
+        if stop.code:  # tyro explains itself in a box of several lines
+            words = (line.strip("│╰╯─ ") for line in said.getvalue().splitlines() if not line.startswith("╭"))
+            print("error: " + " ".join(word for word in words if word), file=sys.stderr)
+        raise
+    try:
+        return main(args)
+    except (ValueError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+if __name__ == "__main__":
+    outcome = command_line(Args, main)
     sys.exit(1 if outcome.get("audit", {}).get("favoured") else 0)

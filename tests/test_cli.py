@@ -35,12 +35,15 @@ BAD_CONFIGS = [  # fields, and what the error must name
     ({"strengths": (1, 2, 3, 0)}, ["(1, 2, 3, 0)"]),
     ({"strengths": (1, 2, 3, float("nan"))}, ["nan"]),
     ({"strengths": (1, 2, 3, float("inf"))}, ["inf"]),
+    ({"stag_reward": float("nan")}, ["nan"]),
     ({"max_wall_pieces": -1}, ["-1"]),
     ({"steps_after_first_hunt": -1}, ["-1"]),
 ]
 BAD_CALLS = [
     (lambda env: env.step(actions((3, 5))), ["[3, 4]", "[3, 5]"]),
     (lambda env: env.step(actions((4,))), ["[3, 4]", "[4]"]),
+    (lambda env: env.step([[4] * 4] * 3), ["list"]),
+    (lambda env: env.step(actions().numpy()), ["ndarray"]),
     (lambda env: env.step(actions(dtype=torch.float32)), ["float32"]),
     (lambda env: env.step(actions(fill=1, dtype=torch.bool)), ["bool"]),
     (lambda env: env.step(actions(fill=-1)), ["6", "-1"]),
@@ -59,6 +62,8 @@ BAD_CALLS = [
     (lambda env: StagHuntGymEnv(seats=("learner", "random")), ["2", "4"]),
     (lambda env: StagHuntGymEnv(seats=("learner", "random", "random", "somebody")), ["somebody"]),
     (lambda env: StagHuntGymEnv(render_mode="human"), ["human"]),
+    (lambda env: StagHuntGymEnv().step(4), ["reset"]),
+    (lambda env: StagHuntParallelEnv().step({}), ["reset"]),
     (lambda env: StagHuntParallelEnv(render_mode="human"), ["human"]),
     pytest.param(lambda env: StagHuntEnv(device="cuda"), ["cuda"], marks=no_cuda),
 ]  # fmt: skip
@@ -114,6 +119,11 @@ BAD_COMMANDS = [
     (["--seats", "random,random"], ["2", "4"]),
     (["--seats", "a,b,c,d"], ["'a'", "random"]),
     (["--benchmark", "--boards", "4by4"], ["4by4"]),
+    (["--nonsense"], ["--nonsense"]),
+    (["--height", "four"], ["--height", "four"]),
+    (["--fps", 0], ["0"]),
+    (["--gif", "nowhere/game.gif"], ["nowhere"]),
+    (["--audit", "--audit-games", 1], ["100", "1"]),
     pytest.param(["--audit", "--device", "cuda"], ["cuda"], marks=no_cuda),
 ]
 

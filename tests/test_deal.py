@@ -7,7 +7,7 @@ import reference_game as reference
 import torch
 from helpers import chi_square_p, games_of
 
-from stag_hunt_env import StagHuntConfig, StagHuntEnv
+from stag_hunt_env import ALL_SEATS, PLAYERS, StagHuntConfig, StagHuntEnv, copy_state
 
 SHAPES = [  # (row, column) cells of every piece, before turning and mirroring
     [(0, 0), (0, 1), (0, 2)],
@@ -154,3 +154,24 @@ def test_observation_is_in_ego_order():
         assert planes[i, 4].nonzero().tolist() == [[0, 2], [1, 2], [2, 2]]
         assert planes[i, 5].nonzero().tolist() == [[0, 4]]
         assert planes[i, 6].nonzero().tolist() == [[2, 1]]
+
+
+@pytest.mark.parametrize("options", [{"steps_after_first_hunt": 0}, {"final_time": 1}, {"final_time": 2}, {"num_players": 2}])
+def test_no_deal_is_played_twice(options):
+    """Also when games are as short as they can be. 30 prey on 64 cells: two deals alike would be a wonder."""
+    env = StagHuntEnv(StagHuntConfig(height=8, width=8, **{"num_hares": 29, **options}), num_envs=64, seed=3)
+    starts = env.state.prey_position.tolist()
+    for _ in range(60):
+        *_, done = env.step(PLAYERS["nearest_hare"](env, env.state, ALL_SEATS, env.generator))
+        starts += env.state.prey_position[done].tolist()
+    assert len(starts) > 64 * 8
+    assert len({tuple(cells) for cells in starts}) == len(starts)
+
+
+def test_a_copied_state_is_kept():
+    env = StagHuntEnv(num_envs=200, seed=1)
+    kept, first = copy_state(env.state), [x.tolist() for x in env.state]
+    for _ in range(40):
+        env.step(PLAYERS["nearest_hare"](env, env.state, ALL_SEATS, env.generator))
+    assert [x.tolist() for x in kept] == first
+    assert [x.tolist() for x in env.state] != first

@@ -10,7 +10,16 @@ from gymnasium.utils.env_checker import check_env
 from helpers import global_generators, stir_global_generators
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
-from stag_hunt_env import StagHuntConfig, StagHuntEnv, StagHuntGymEnv, StagHuntParallelEnv, render_ansi, render_rgb, write_gif
+from stag_hunt_env import (
+    PLAYER_PROBS,
+    StagHuntConfig,
+    StagHuntEnv,
+    StagHuntGymEnv,
+    StagHuntParallelEnv,
+    render_ansi,
+    render_rgb,
+    write_gif,
+)
 
 CONFIGS = [
     StagHuntConfig(),
@@ -211,3 +220,25 @@ def test_gif_can_be_read_back(tmp_path):
     write_gif(str(tmp_path / "a.gif"), frames)
     with image.open(tmp_path / "a.gif") as gif:
         assert gif.n_frames == 5 and gif.size == (40, 30)
+
+
+@pytest.mark.parametrize("make", [StagHuntParallelEnv, StagHuntGymEnv])
+def test_games_differ_from_one_environment_to_the_next(make):
+    starts = []
+    for _ in range(3):
+        env = make()
+        env.reset()
+        starts.append(env._game.state.position.tolist() + env._game.state.prey_position.tolist())
+    assert starts[0] != starts[1] or starts[1] != starts[2]
+
+
+def test_a_player_may_be_added(monkeypatch):
+    def statue(env, state, seat):
+        return torch.eye(7)[4].expand(len(state.position), 7)
+
+    monkeypatch.setitem(PLAYER_PROBS, "statue", statue)
+    env = StagHuntGymEnv(seats=("learner", "statue", "statue", "statue"))
+    env.reset(seed=1)
+    before = env._game.state.position.clone()
+    env.step(4)
+    assert torch.equal(env._game.state.position, before)
