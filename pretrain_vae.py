@@ -18,14 +18,12 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
@@ -42,6 +40,7 @@ from stag_hunt_env import (
     StagHuntFlags,
     State,
     check_players,
+    command_line,
     resolve_device,
     sample,
     seat_probs,
@@ -58,7 +57,7 @@ class Args:
     seed: int = 1
     """seed of the first experiment; the others count up from it"""
     num_seeds: int = 1
-    """experiments trained side by side, each with its own data, weights and TensorBoard run"""
+    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
@@ -98,7 +97,7 @@ class Args:
     augment: bool = True
     """show each game in a random one of the board's symmetries (8 if it is square, else 4)"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
 
 
@@ -315,12 +314,14 @@ def save_games(path: str, config: StagHuntConfig, players: tuple[str, ...], game
     save_atomically(path, content | {"games": [[plain(g) for g in pair] for pair in games]})
 
 
-def load_games(path: str, config: StagHuntConfig, num_seeds: int, device) -> list[list[Games]]:
+def load_games(path: str, config: StagHuntConfig, players: tuple[str, ...], num_seeds: int, device) -> list[list[Games]]:
     """[seed][train, held out]"""
     saved = load_file(path, "stag-hunt-games-1", "data file")
     differs = [f"{k} {v} (asked for: {getattr(config, k)})" for k, v in saved["config"].items() if v != getattr(config, k)]
     if differs:
         raise ValueError(f"{path} holds games of another kind: {', '.join(differs)}")
+    if sorted(saved["players"]) != sorted(players):
+        raise ValueError(f"{path} holds games of {', '.join(saved['players'])}; asked for: {', '.join(players)}")
     if len(saved["games"]) not in (1, num_seeds):
         raise ValueError(f"{path} holds games for {len(saved['games'])} seeds, {num_seeds} are asked for")
     games = [[_games_from(g, device) for g in pair] for pair in saved["games"]]
@@ -808,6 +809,8 @@ def checked(args: Args) -> StagHuntConfig:
     config = args.config.checked()
     resolve_device(args.device)
     check_players(args.players)
+    if not args.players:
+        raise ValueError("--players needs at least one name")
     for name in ("num_seeds", "num_samples", "held_out_games", "goal_dim", "num_goals", "hidden", "epochs", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
@@ -831,10 +834,14 @@ def main(args: Args) -> dict[str, float]:
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started = resolve_device(args.device), time.time()
+    if args.resume and checkpoint["device"] != device.type:
+        raise ValueError(
+            f"{args.resume} is a run on {checkpoint['device']}: it cannot be continued bit for bit on {device.type}"
+        )
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     env = StagHuntEnv(config, 1, device, args.seed)
     if args.data:
-        games = load_games(args.data, config, args.num_seeds, device)
+        games = load_games(args.data, config, args.players, args.num_seeds, device)
     else:
         games = [collect(config, args.players, s, args.num_samples, args.held_out_games, device) for s in seeds]
     if args.save_data:
@@ -859,6 +866,8 @@ def main(args: Args) -> dict[str, float]:
             keep_lines(folder / "metrics.jsonl", "epoch", done)
     else:
         stamp = int(time.time())
+        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+            stamp += 1
         folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.goal_kind}__{s}__{stamp}" for s in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -867,7 +876,7 @@ def main(args: Args) -> dict[str, float]:
     print(f"{config.setting}, {args.goal_kind} subgoals, {args.num_samples} samples of {', '.join(args.players)}, on {device}")
     print(f"data ready after {time.time() - started:.1f} s; run folder {folders[0]}", flush=True)
 
-    def save():
+    def save(name="checkpoint.pt"):
         saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k != "resume"}
         content = {
             "format": "subgoals-1",
@@ -875,8 +884,13 @@ def main(args: Args) -> dict[str, float]:
             "model": models.state_dict(),
             "optimiser": optimiser.state_dict(),
         }
-        content |= {"generator": generator.get_state(), "epoch": done, "seconds": spent + time.time() - started}
-        save_atomically(folders[0] / "checkpoint.pt", content | {"folders": [str(f) for f in folders]})
+        content |= {
+            "generator": generator.get_state(),
+            "epoch": done,
+            "device": device.type,
+            "seconds": spent + time.time() - started,
+        }
+        save_atomically(folders[0] / name, content | {"folders": [str(f) for f in folders]})
 
     bar = tqdm(initial=done, total=args.epochs, unit="epoch", mininterval=1)
     while done < args.epochs:
@@ -884,10 +898,8 @@ def main(args: Args) -> dict[str, float]:
         done += 1
         bad = [key for key, values in parts.items() if not all(math.isfinite(x) for x in values)]
         if bad:
-            save()
-            raise FloatingPointError(
-                f"losses/{bad[0]} is not finite in epoch {done}; the state is in {folders[0]}/checkpoint.pt"
-            )
+            save("checkpoint_bad.pt")
+            raise FloatingPointError(f"losses/{bad[0]} is not finite in epoch {done}; see {folders[0]}/checkpoint_bad.pt")
         tables, pictures = measure(args, config, models, watched)
         for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
             row = {f"losses/{key}": values[s] for key, values in parts.items()}
@@ -941,7 +953,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def stack_careers(parts: list[Careers]) -> Careers:
-    """[S, R, ...], cut to the smallest R; the rows left out hold no samples of the training set"""
+    """[S, R, ...]: the rows that hold samples, filled up to the largest number of them among the seeds"""
     rows = max(int((p.acted.any(1) * torch.arange(1, len(p.acted) + 1, device=p.acted.device)).max()) for p in parts)
 
     def fit(x):
@@ -968,7 +980,4 @@ def read_picture(path: Path) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, config=(tyro.conf.OmitArgPrefixes,)))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or (2 if isinstance(error, ValueError) else 1))
+    command_line(Args, main)

@@ -15,14 +15,12 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
@@ -38,6 +36,7 @@ from stag_hunt_env import (
     StagHuntFlags,
     State,
     check_players,
+    command_line,
     parse_board,
     resolve_device,
     sample,
@@ -55,7 +54,7 @@ class Args:
     seed: int = 1
     """seed of the first experiment; the others count up from it"""
     num_seeds: int = 1
-    """experiments trained side by side, each with its own data, weights and TensorBoard run"""
+    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
@@ -89,9 +88,9 @@ class Args:
     max_grad_norm: float = 1.0
     """clip each model's gradient to this norm"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
     evaluate: str | None = None
-    """only measure this checkpoint: tables and pictures"""
+    """only measure this checkpoint: tables and pictures beside it; the other flags come from it"""
     evaluate_board: str | None = None
     """--evaluate: on a board of this size, for example 6x9 (structured head only)"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
@@ -125,7 +124,8 @@ class WorldModel(nn.Module):
     """Structured head. The rules are local, and so is the network: around each player it sees the 3x3 cells with everyone's
     action painted on them, and says where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell
     is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do,
-    and whatever the weights, players cannot jump, split or fade, prey cannot appear, and the reward is one that exists."""
+    and whatever the weights, players cannot jump, split or fade, prey cannot appear, and the reward is one that exists.
+    Whether who leaves, which prey goes and what is paid fit together is left to be learned."""
 
     def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int):
         super().__init__()
@@ -319,12 +319,14 @@ def save_games(path: str, config: StagHuntConfig, players: tuple[str, ...], game
     save_atomically(path, content | {"games": [[plain(g) for g in pair] for pair in games]})
 
 
-def load_games(path: str, config: StagHuntConfig, num_seeds: int, device) -> list[list[Games]]:
+def load_games(path: str, config: StagHuntConfig, players: tuple[str, ...], num_seeds: int, device) -> list[list[Games]]:
     """[seed][train, held out]"""
     saved = load_file(path, "stag-hunt-games-1", "data file")
     differs = [f"{k} {v} (asked for: {getattr(config, k)})" for k, v in saved["config"].items() if v != getattr(config, k)]
     if differs:
         raise ValueError(f"{path} holds games of another kind: {', '.join(differs)}")
+    if sorted(saved["players"]) != sorted(players):
+        raise ValueError(f"{path} holds games of {', '.join(saved['players'])}; asked for: {', '.join(players)}")
     if len(saved["games"]) not in (1, num_seeds):
         raise ValueError(f"{path} holds games for {len(saved['games'])} seeds, {num_seeds} are asked for")
     games = [[_games_from(g, device) for g in pair] for pair in saved["games"]]
@@ -392,7 +394,8 @@ def predict(model: nn.Module, board, joint, size: int = 2048) -> Prediction:
 
 
 def possible(config: StagHuntConfig, board, new, reward) -> torch.Tensor:
-    """bool [...]: could any joint action have led from `board` to `new`, and is the reward one that the game pays?"""
+    """bool [...]: is each player within one step or gone, no prey new, no wall moved, the reward one that the game pays?
+    Whether these fit together is not asked; exact_match asks it."""
     n = config.num_players
     height, width = board.shape[-2:]
     old, new = board.float(), new.float()
@@ -667,6 +670,8 @@ def checked(args: Args) -> StagHuntConfig:
     config = args.config.checked()
     resolve_device(args.device)
     check_players(args.players)
+    if not args.players:
+        raise ValueError("--players needs at least one name")
     for name in (
         "num_seeds",
         "num_transitions",
@@ -679,6 +684,10 @@ def checked(args: Args) -> StagHuntConfig:
     ):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
+    if config.prosocial and args.wm_head == "structured":
+        raise ValueError(
+            "--prosocial rewards depend on the whole board, which the structured head does not see: --wm-head pixel"
+        )
     planes = config.observation_shape[0]
     if args.wm_channel_weights is not None and args.wm_head != "pixel":
         raise ValueError("--wm-channel-weights belongs to --wm-head pixel")
@@ -711,11 +720,15 @@ def main(args: Args) -> dict[str, float]:
             height, width = parse_board(args.evaluate_board)
             config = dataclasses.replace(config, height=height, width=width)
     device = resolve_device(args.device)
+    if args.resume and checkpoint["device"] != device.type:
+        raise ValueError(
+            f"{args.resume} is a run on {checkpoint['device']}: it cannot be continued bit for bit on {device.type}"
+        )
     started = time.time()
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     env = StagHuntEnv(config, 1, device, args.seed)
-    if args.data and not args.evaluate_board:
-        games = load_games(args.data, config, args.num_seeds, device)
+    if args.data and not args.evaluate:
+        games = load_games(args.data, config, args.players, args.num_seeds, device)
     else:
         games = [collect(config, args.players, s, args.num_transitions, args.held_out_games, device) for s in seeds]
     if args.save_data and not args.evaluate:
@@ -729,8 +742,7 @@ def main(args: Args) -> dict[str, float]:
     model = make_world_model(args, config, args.num_seeds * args.wm_ensemble, seeds, device)
     if args.evaluate:
         model.load_state_dict(checkpoint["model"])
-        name = f"evaluation_{config.setting}"
-        folders = [Path(checkpoint["folders"][s]) / name for s in range(args.num_seeds)]
+        folders = [Path(args.evaluate).parent / f"evaluation_{config.setting}" / f"seed_{s}" for s in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         rows = report(args, env, model, [pair[1] for pair in games], held_out, seeds, folders)
@@ -751,6 +763,8 @@ def main(args: Args) -> dict[str, float]:
             keep_lines(folder / "metrics.jsonl", "update", done)
     else:
         stamp = int(time.time())
+        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+            stamp += 1
         folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.wm_head}__{s}__{stamp}" for s in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -761,7 +775,7 @@ def main(args: Args) -> dict[str, float]:
     )
     print(f"data ready after {time.time() - started:.1f} s; run folder {folders[0]}", flush=True)
 
-    def save():
+    def save(name="checkpoint.pt"):
         saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "evaluate_board")}
         content = {
             "format": "world-model-1",
@@ -769,8 +783,13 @@ def main(args: Args) -> dict[str, float]:
             "model": model.state_dict(),
             "optimiser": optimiser.state_dict(),
         }
-        content |= {"generator": generator.get_state(), "updates": done, "seconds": spent + time.time() - started}
-        save_atomically(folders[0] / "checkpoint.pt", content | {"folders": [str(f) for f in folders]})
+        content |= {
+            "generator": generator.get_state(),
+            "updates": done,
+            "device": device.type,
+            "seconds": spent + time.time() - started,
+        }
+        save_atomically(folders[0] / name, content | {"folders": [str(f) for f in folders]})
 
     bar = tqdm(initial=done, total=args.num_updates, unit="update", mininterval=1)
     while done < args.num_updates:
@@ -779,10 +798,8 @@ def main(args: Args) -> dict[str, float]:
         bar.update(last - done)
         done = last
         if not all(math.isfinite(x) for x in loss):
-            save()
-            raise FloatingPointError(
-                f"losses/world_model is {loss} at update {done}; the state is in {folders[0]}/checkpoint.pt"
-            )
+            save("checkpoint_bad.pt")
+            raise FloatingPointError(f"losses/world_model is {loss} at update {done}; see {folders[0]}/checkpoint_bad.pt")
         rows = measure(model, env, [pair[1] for pair in games], watched, ahead=False)
         for s, (row, folder, writer) in enumerate(zip(rows, folders, writers, strict=True)):
             row = {"loss": float(np.mean(loss[s * args.wm_ensemble : (s + 1) * args.wm_ensemble])), **row}
@@ -826,7 +843,4 @@ def read_picture(path: Path) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, config=(tyro.conf.OmitArgPrefixes,)))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or (2 if isinstance(error, ValueError) else 1))
+    command_line(Args, main)

@@ -243,10 +243,12 @@ def test_not_a_number_stops_the_run(script, tmp_path, monkeypatch, no_pictures):
     monkeypatch.setattr(script, name, poisoned)
     with pytest.raises(FloatingPointError, match=r"losses/(world_model|moa_cvae)") as error:
         script.main(tiny(script, tmp_path))
-    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
-    assert str(checkpoint) in str(error.value) and len(calls) == 2
-    assert torch.load(checkpoint, weights_only=True)["args"]["seed"] == 1
-    assert len(lines_of(checkpoint.parent)) == 1
+    (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
+    assert str(bad) in str(error.value) and len(calls) == 2
+    good = torch.load(bad.parent / "checkpoint.pt", weights_only=True)  # the one before is not overwritten
+    assert all(x.isfinite().all() for x in good["model"].values())
+    assert not all(x.isfinite().all() for x in torch.load(bad, weights_only=True)["model"].values())
+    assert len(lines_of(bad.parent)) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,6 +270,10 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{data}"}, ["stag-hunt-games-1"]),
     ("both", {"resume": "{other checkpoint}"}, ["world-model-1", "subgoals-1"]),
     ("both", {"players": ("random", "nearest_wolf")}, ["nearest_wolf"]),
+    ("both", {"players": ()}, ["--players"]),
+    ("both", {"data": "{data}", "num_seeds": 2, "players": ("random",)}, ["holds games of", "nearest_stag"]),
+    ("both", {"resume": "{checkpoint of another device}"}, ["abacus", "cpu"]),
+    ("wm", {"config": StagHuntFlags(prosocial=True)}, ["--prosocial", "pixel"]),
     ("both", {"held_out_games": 0}, ["--held-out-games", "0"]),
     ("both", {"num_seeds": 0}, ["--num-seeds"]),
     ("both", {"config": StagHuntFlags(height=2, width=2)}, ["2x2"]),
@@ -301,6 +307,9 @@ def files(runs, tmp_path_factory):
             paths[name] = folder / f"{script.__name__} {name}"
             content = Path(whole).read_bytes()
             paths[name].write_bytes(content[: len(content) // 2])
+        content = torch.load(checkpoint, weights_only=True)
+        paths["checkpoint of another device"] = folder / f"{script.__name__} abacus"
+        script.save_atomically(paths["checkpoint of another device"], content | {"device": "abacus"})
         found[script] = paths
     content = torch.load(found[wm]["checkpoint"], weights_only=True)
     content["args"]["wm_head"] = "pixel"
