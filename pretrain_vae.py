@@ -46,7 +46,13 @@ from stag_hunt_env import (
     seat_probs,
 )
 
-PREDICTORS = ("state only", "with history", "ceiling: Bayes from history", "ceiling: kind known")
+TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
+    "state only": "moa_state",
+    "with history": "moa",
+    "ceiling: Bayes from history": "ceiling/Bayes from history",
+    "ceiling: kind known": "ceiling/kind known",
+}
+PREDICTORS = tuple(TAGS)
 PREY = ("nothing", "stag", "hare")
 
 
@@ -254,10 +260,9 @@ def draw_goal(kind: str, parameters, noise, temperature: float):
 
 def divergence(kind: str, q, p=None):
     """KL(q || p) [...]; p None: standard normal, or uniform"""
-    if kind == "discrete":
-        p = torch.zeros_like(q) if p is None else p
-        return (q.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1))).sum(-1)
     p = torch.zeros_like(q) if p is None else p
+    if kind == "discrete":
+        return (q.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1))).sum(-1)
     (q_mean, q_spread), (p_mean, p_spread) = q.chunk(2, -1), p.chunk(2, -1)
     q_spread, p_spread = q_spread.clamp(-8, 4), p_spread.clamp(-8, 4)
     ratio = (q_spread - p_spread).exp() + (q_mean - p_mean).square() / p_spread.exp()
@@ -903,11 +908,9 @@ def main(args: Args) -> dict[str, float]:
         tables, pictures = measure(args, config, models, watched)
         for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
             row = {f"losses/{key}": values[s] for key, values in parts.items()}
-            row |= {f"{name}/{key}": value for name, figures in tables[s].items() for key, value in figures.items()}
+            row |= {f"{TAGS[name]}/{key}": value for name, figures in tables[s].items() for key, value in figures.items()}
             for key, value in row.items():
-                if not key.startswith("losses") and not key.startswith("ceiling"):
-                    key = "moa_state/" + key.split("/", 1)[1] if key.startswith("state") else "moa/" + key.split("/", 1)[1]
-                writer.add_scalar(key.replace(": ", "/"), value, done)
+                writer.add_scalar(key, value, done)
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"epoch": done, **finite(row)}) + "\n")
             write_evaluation(folder / "evaluation", f"epoch_{done}", tables[s], pictures[s])
