@@ -819,6 +819,13 @@ def checked(args: Args) -> StagHuntConfig:
     for name in ("num_seeds", "num_samples", "held_out_games", "goal_dim", "num_goals", "hidden", "epochs", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
+    for name in ("learning_rate", "max_grad_norm"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, not {getattr(args, name)}")
+    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
+        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
+    if not 0 <= args.kl_coef < math.inf:
+        raise ValueError(f"--kl-coef must be a number >= 0, not {args.kl_coef}")
     if config.num_cells > 255:
         raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
     if min(args.temperature) <= 0:

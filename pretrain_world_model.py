@@ -684,6 +684,11 @@ def checked(args: Args) -> StagHuntConfig:
     ):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
+    for name in ("learning_rate", "max_grad_norm"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, not {getattr(args, name)}")
+    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
+        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
     if config.prosocial and args.wm_head == "structured":
         raise ValueError(
             "--prosocial rewards depend on the whole board, which the structured head does not see: --wm-head pixel"

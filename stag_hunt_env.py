@@ -1091,7 +1091,11 @@ def main(args: Args) -> dict:
         raise ValueError(f"--audit-games must be >= 100, not {args.audit_games}")
     if args.gif and not os.path.isdir(os.path.dirname(args.gif) or "."):
         raise ValueError(f"there is no folder {os.path.dirname(args.gif)} for --gif {args.gif}")
-    boards = [dataclasses.replace(args.config, height=h, width=w) for h, w in map(parse_board, args.boards)]
+    boards = []
+    if args.benchmark:  # its boards are its own; --height and --width belong to --play and --audit
+        boards = [dataclasses.replace(args.config, height=h, width=w) for h, w in map(parse_board, args.boards)]
+        if resolve_device(args.device).type == "cpu" and min(args.batch_sizes, default=0) > 100_000:
+            raise ValueError(f"--batch-sizes {args.batch_sizes}: more than 100 000 games are measured only on a GPU")
     results = {}
     if args.play or args.gif or not (args.audit or args.benchmark):
         results |= play(args)
@@ -1117,9 +1121,9 @@ def command_line(args_type: type, main: Callable) -> dict:
         raise
     try:
         return main(args)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,7 @@ BAD_COMMANDS = [
     (["--seats", "a,b,c,d"], ["'a'", "random"]),
     (["--benchmark", "--boards", "4by4"], ["4by4"]),
     (["--nonsense"], ["--nonsense"]),
+    (["--benchmark", "--device", "cpu", "--batch-sizes", 200000], ["200000"]),
     (["--height", "four"], ["--height", "four"]),
     (["--fps", 0], ["0"]),
     (["--gif", "nowhere/game.gif"], ["nowhere"]),
@@ -134,6 +135,11 @@ def test_bad_commands_end_with_one_line_and_code_2(arguments, words):
     assert result.returncode == 2, result
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and all(word in lines[0] for word in words), result.stderr
+
+
+def test_play_does_not_mind_the_boards_of_the_benchmark():
+    result = run_cli("--play", "--height", 6, "--num-players", 8, "--num-hares", 10, "--seats", ",".join(["nearest_hare"] * 8))
+    assert result.returncode == 0, result.stderr
 
 
 def test_play_writes_a_gif(tmp_path):
