@@ -63,7 +63,8 @@ class Args:
     seed: int = 1
     """seed of the first experiment; the others count up from it"""
     num_seeds: int = 1
-    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run"""
+    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run; they
+    share the draws of minibatches and noise, so a seed's numbers depend on the company"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
@@ -846,6 +847,9 @@ def main(args: Args) -> dict[str, float]:
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started = resolve_device(args.device), time.time()
+    # On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
     if args.resume and checkpoint["device"] != device.type:
         raise ValueError(
             f"{args.resume} is a run on {checkpoint['device']}: it cannot be continued bit for bit on {device.type}"

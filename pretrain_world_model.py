@@ -124,8 +124,8 @@ class WorldModel(nn.Module):
     """Structured head. The rules are local, and so is the network: around each player it sees the 3x3 cells with everyone's
     action painted on them, and says where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell
     is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do,
-    and whatever the weights, players cannot jump, split or fade, prey cannot appear, and the reward is one that exists.
-    Whether who leaves, which prey goes and what is paid fit together is left to be learned."""
+    and whatever the weights, players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the
+    reward is one that exists. Whether leavers, prey taken and payoff fit together is left to be learned."""
 
     def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int):
         super().__init__()
@@ -186,7 +186,9 @@ class WorldModel(nn.Module):
             x = F.relu(layer(x))
         walls = F.pad(planes[:, :, n], (0, 1), value=1)
         blocked = walls.gather(2, self.target[cell].flatten(2)).view(*cell.shape, 5) > 0
-        outcome = self.by_action(self.outcome_head(x), joint).masked_fill(F.pad(blocked, (0, 1)), -1e9)
+        no_prey = planes[:, :, n + 1 :].amax(2).gather(2, cell) == 0  # nobody leaves from here
+        blocked = torch.cat([blocked, no_prey[..., None]], 3)
+        outcome = self.by_action(self.outcome_head(x), joint).masked_fill(blocked, -1e9)
         return outcome, self.prey_head(x).squeeze(3), self.by_action(self.reward_head(x[:, :, 0]), joint[:, :, 0])
 
     @staticmethod
@@ -195,8 +197,8 @@ class WorldModel(nn.Module):
         index = action.long()[..., None, None].expand(*action.shape, 1, logits.shape[-1])
         return logits.gather(-2, index).squeeze(-2)
 
-    def loss(self, board, joint, next_board, reward):
-        """[M]"""
+    def loss(self, board, joint, next_board, reward, weight):
+        """[M]: the mean over the B boards, weighted by weight [M, B]"""
         n = self.config.num_players
         outcome, taken, payoff = self(board, joint)
         planes, cell, present = self.read(board)
@@ -207,7 +209,7 @@ class WorldModel(nn.Module):
         taken_loss = F.binary_cross_entropy_with_logits(taken, prey - next_prey, reduction="none") * prey * present
         paid = (reward[..., None] - self.payoffs).abs().argmin(2)
         paid_loss = F.cross_entropy(payoff.movedim(2, 1), paid, reduction="none")
-        return ((goes_loss + taken_loss).sum(2) + paid_loss).mean(1)
+        return (((goes_loss + taken_loss).sum(2) + paid_loss) * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     @torch.no_grad()
     def predict(self, board, joint) -> Prediction:
@@ -250,10 +252,11 @@ class PixelWorldModel(nn.Module):
         x = self.head(x)
         return x[..., :-1].view(board.shape), x[..., -1]
 
-    def loss(self, board, joint, next_board, reward):
+    def loss(self, board, joint, next_board, reward, weight):
         raw, paid = self(board, joint)
         squared = (raw - next_board.float()).square() * self.channel_weights
-        return squared.mean((1, 3, 4)).sum(1) + (paid - reward).square().mean(1)
+        each = squared.mean((3, 4)).sum(2) + (paid - reward).square()
+        return (each * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     @torch.no_grad()
     def predict(self, board, joint) -> Prediction:
@@ -394,8 +397,8 @@ def predict(model: nn.Module, board, joint, size: int = 2048) -> Prediction:
 
 
 def possible(config: StagHuntConfig, board, new, reward) -> torch.Tensor:
-    """bool [...]: is each player within one step or gone, no prey new, no wall moved, the reward one that the game pays?
-    Whether these fit together is not asked; exact_match asks it."""
+    """bool [...]: is each player within one step, or gone from a cell with prey, no prey new, no wall moved, the reward one
+    that the game pays? Whether these fit together is not asked; exact_match asks it."""
     n = config.num_players
     height, width = board.shape[-2:]
     old, new = board.float(), new.float()
@@ -404,6 +407,9 @@ def possible(config: StagHuntConfig, board, new, reward) -> torch.Tensor:
     reach = sum(padded[..., top : top + height, left : left + width] for top, left in corners)
     free = 1 - old[..., n : n + 1, :, :]
     players = (new[..., :n, :, :] <= reach * free).flatten(-3).all(-1) & (new[..., :n, :, :].sum((-2, -1)) <= 1).all(-1)
+    prey_here = (old[..., :n, :, :] * old[..., n + 1 :, :, :].amax(-3, keepdim=True)).sum((-2, -1)) > 0
+    gone = (old[..., :n, :, :].sum((-2, -1)) > 0) & (new[..., :n, :, :].sum((-2, -1)) == 0)
+    players &= (prey_here | ~gone).all(-1)
     walls = (new[..., n, :, :] == old[..., n, :, :]).flatten(-2).all(-1)
     prey = (new[..., n + 1 :, :, :] <= old[..., n + 1 :, :, :]).flatten(-3).all(-1)
     payoffs = torch.tensor(list(config.payoffs()), device=board.device)
@@ -647,16 +653,17 @@ def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Ten
     return norms
 
 
-def train(args: Args, model, optimiser, data: Transitions, generator, first: int, last: int) -> torch.Tensor:
-    """Updates `first` to `last`; returns their mean loss [M]."""
+def train(args: Args, model, optimiser, data: Transitions, generators, first: int, last: int) -> torch.Tensor:
+    """Updates `first` to `last`, minibatches drawn by each seed's own generator; returns their mean loss [M]."""
     num_models, (num_seeds, size), device = model_count(model), data.board.shape[:2], data.board.device
     seed_of = torch.arange(num_seeds, device=device).repeat_interleave(num_models // num_seeds)[:, None]
-    total = torch.zeros(num_models, device=device)
+    total, shape = torch.zeros(num_models, device=device), (num_models // num_seeds, args.batch_size)
+    weight = torch.ones(num_models, args.batch_size, device=device)
     for update in range(first, last):
         for group in optimiser.param_groups:
             group["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * update / args.num_updates))
-        index = torch.randint(size, (num_models, args.batch_size), generator=generator, device=device)
-        loss = model.loss(*(x[seed_of, index] for x in data[:4]))
+        index = torch.cat([torch.randint(size, shape, generator=generator, device=device) for generator in generators])
+        loss = model.loss(*(x[seed_of, index] for x in data[:4]), weight)
         optimiser.zero_grad(set_to_none=True)
         loss.sum().backward()
         clip_per_model(list(model.parameters()), args.max_grad_norm)
@@ -715,7 +722,7 @@ def main(args: Args) -> dict[str, float]:
     checkpoint = None
     if args.resume or args.evaluate:
         path = args.resume or args.evaluate
-        checkpoint = load_file(path, "world-model-1", "world-model checkpoint")
+        checkpoint = load_file(path, "world-model-2", "world-model checkpoint")
         kept = {name: getattr(args, name) for name in ("resume", "evaluate", "evaluate_board", "device")}
         args = args_from(checkpoint["args"], **kept)
         config = args.config.checked()
@@ -757,12 +764,13 @@ def main(args: Args) -> dict[str, float]:
     data = Transitions(*(torch.stack(field) for field in zip(*data, strict=True)))
     watched = Transitions(*(x[:, :10_000] for x in held_out))
     optimiser = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     done, spent = 0, 0.0
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimiser.load_state_dict(checkpoint["optimiser"])
-        generator.set_state(checkpoint["generator"])
+        for generator, state in zip(generators, checkpoint["generators"], strict=True):
+            generator.set_state(state)
         done, folders, spent = checkpoint["updates"], [Path(f) for f in checkpoint["folders"]], checkpoint["seconds"]
         for folder in folders:
             keep_lines(folder / "metrics.jsonl", "update", done)
@@ -783,13 +791,13 @@ def main(args: Args) -> dict[str, float]:
     def save(name="checkpoint.pt"):
         saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "evaluate_board")}
         content = {
-            "format": "world-model-1",
+            "format": "world-model-2",
             "args": saved_args,
             "model": model.state_dict(),
             "optimiser": optimiser.state_dict(),
         }
         content |= {
-            "generator": generator.get_state(),
+            "generators": [generator.get_state() for generator in generators],
             "updates": done,
             "device": device.type,
             "seconds": spent + time.time() - started,
@@ -799,7 +807,7 @@ def main(args: Args) -> dict[str, float]:
     bar = tqdm(initial=done, total=args.num_updates, unit="update", mininterval=1)
     while done < args.num_updates:
         last = min(done + args.log_every, args.num_updates)
-        loss = train(args, model, optimiser, data, generator, done, last).tolist()
+        loss = train(args, model, optimiser, data, generators, done, last).tolist()
         bar.update(last - done)
         done = last
         if not all(math.isfinite(x) for x in loss):
