@@ -203,20 +203,9 @@ class SubgoalInference(nn.Module):
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(2).float()
         return self.event[1](F.relu(self.event[0](torch.cat([state, acts], 2))))
 
-    def forward(self, batch):
-        """-> distribution parameters [M, n, _] and the summaries [M, n, hidden] of what came before each sample"""
-        state = self.encoder(batch.things, batch.walls)
-        event, place = self.evidence(state, batch.joint), batch.place[..., None].expand_as(state)
-        grid = state.new_zeros(len(state), batch.careers * batch.steps, state.shape[2]).scatter(1, place, event)
-        grid = grid.unflatten(1, (batch.careers, batch.steps))  # [M, B, T, hidden]
-        # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
-        clock = torch.arange(batch.steps, device=state.device)
-        ago = clock[:, None] - clock - 1
-        kept = torch.where(
-            ago >= 0, self.decay.sigmoid().movedim(1, 2)[..., None] ** ago.clamp(min=0), 0.0
-        )  # [M, hidden, T, T]
-        summary = torch.einsum("mhtu,mbuh->mbth", kept, grid).flatten(1, 2).gather(1, place)
-        return self.head(F.relu(self.mix(torch.cat([state, summary], 2)))), summary
+    def forward(self, state, summary):
+        """features of the encoder and summary of what came before, both [M, n, hidden] -> distribution parameters [M, n, _]"""
+        return self.head(F.relu(self.mix(torch.cat([state, summary], 2))))
 
     def reconstruct(self, goal, summary):
         return self.decoder[1](F.relu(self.decoder[0](torch.cat([goal, summary], -1))))
@@ -487,10 +476,25 @@ def planes(config: StagHuntConfig, batch: Batch) -> torch.Tensor:
     return torch.cat([one_hot[..., :n, :], shared], -2).flatten(-2)
 
 
+def infer_careers(inference: SubgoalInference, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distribution parameters [M, n, _], and the summaries [M, n, hidden] of what came before each sample."""
+    state = inference.encoder(batch.things, batch.walls)
+    event, place = inference.evidence(state, batch.joint), batch.place[..., None].expand_as(state)
+    grid = state.new_zeros(len(state), batch.careers * batch.steps, state.shape[2]).scatter(1, place, event)
+    grid = grid.unflatten(1, (batch.careers, batch.steps))  # [M, B, T, hidden]
+    # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
+    clock = torch.arange(batch.steps, device=state.device)
+    ago = clock[:, None] - clock - 1
+    decay = inference.decay.sigmoid().movedim(1, 2)[..., None]
+    kept = torch.where(ago >= 0, decay ** ago.clamp(min=0), 0.0)  # [M, hidden, T, T]
+    summary = torch.einsum("mhtu,mbuh->mbth", kept, grid).flatten(1, 2).gather(1, place)
+    return inference(state, summary), summary
+
+
 def infer(args: Args, models: Models, batch: Batch, noise, temperature: float):
     """Goals and log-probabilities of both predictors, [M, n, _]; noise for each"""
     prior = models.prior(batch.things, batch.walls)
-    posterior, summary = models.inference(batch)
+    posterior, summary = infer_careers(models.inference, batch)
     goals = [draw_goal(args.goal_kind, p, e, temperature) for p, e in zip((prior, posterior), noise, strict=True)]
     log_probs = []
     for moa, p, goal in zip((models.moa_state, models.moa), (prior, posterior), goals, strict=True):
@@ -572,7 +576,7 @@ def predictions(args: Args, config: StagHuntConfig, models: Models, data: Career
         index = rows.expand(num_seeds, -1)
         samples = int(data.acted[:, rows].sum((1, 2)).max())
         batch = make_batch(config, data, index, samples)
-        posterior, _ = models.inference(batch)
+        posterior, _ = infer_careers(models.inference, batch)
         row, step = index.gather(1, batch.place // steps), batch.place % steps
         for k, (moa, p) in enumerate(((models.moa_state, models.prior(batch.things, batch.walls)), (models.moa, posterior))):
             mean, drawn = spread_goals(args, p, generator)

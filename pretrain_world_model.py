@@ -116,7 +116,7 @@ class Prediction(NamedTuple):
     """M models, B boards"""
 
     board: torch.Tensor  # uint8 [M, B, C, H, W] the most likely next board
-    raw: torch.Tensor  # float [M, B, C, H, W] the numbers behind it
+    raw: torch.Tensor | None  # float [M, B, C, H, W] the numbers behind it
     reward: torch.Tensor  # [M, B]
 
 
@@ -212,13 +212,10 @@ class WorldModel(nn.Module):
         return (((goes_loss + taken_loss).sum(2) + paid_loss) * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     @torch.no_grad()
-    def predict(self, board, joint) -> Prediction:
+    def predict(self, board, joint, with_raw: bool = True) -> Prediction:
         n, cells = self.config.num_players, self.config.num_cells
         outcome, taken, payoff = self(board, joint)
         planes, cell, present = self.read(board)
-        chance = outcome.softmax(3) * present[..., None]
-        places = self.one_hot[self.target[cell]]  # [M, B, N, 5, H*W]
-        raw_players = (chance[..., :5, None] * places).sum(3)
         goes = torch.where(present, outcome.argmax(3), 5)
         goal = self.target[cell].gather(3, goes.clamp(max=4)[..., None])[..., 0]
         players = self.one_hot[torch.where(goes < 5, goal, cells)]
@@ -226,9 +223,13 @@ class WorldModel(nn.Module):
         lost = (taken.sigmoid()[..., None] * here).amax(2, keepdim=True)  # [M, B, 1, H*W]
         prey = planes[:, :, n + 1 :].float()
         walls = planes[:, :, n : n + 1].float()
-        new = torch.cat([players, walls, prey * (lost <= 0.5)], 2).to(torch.uint8)
-        raw = torch.cat([raw_players, walls, prey * (1 - lost)], 2)
-        return Prediction(new.view(board.shape), raw.view(board.shape), self.payoffs[payoff.argmax(2)])
+        new = torch.cat([players, walls, prey * (lost <= 0.5)], 2).to(torch.uint8).view(board.shape)
+        raw = None
+        if with_raw:
+            places = self.one_hot[self.target[cell]]  # [M, B, N, 5, H*W]
+            raw_players = ((outcome.softmax(3) * present[..., None])[..., :5, None] * places).sum(3)
+            raw = torch.cat([raw_players, walls, prey * (1 - lost)], 2).view(board.shape)
+        return Prediction(new, raw, self.payoffs[payoff.argmax(2)])
 
 
 class PixelWorldModel(nn.Module):
@@ -259,7 +260,7 @@ class PixelWorldModel(nn.Module):
         return (each * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     @torch.no_grad()
-    def predict(self, board, joint) -> Prediction:
+    def predict(self, board, joint, with_raw: bool = True) -> Prediction:
         raw, paid = self(board, joint)
         return Prediction((raw > 0.5).to(torch.uint8), raw, paid)
 

@@ -493,6 +493,11 @@ class StagHuntEnv:
             getattr(self._ring, name)[slot] = getattr(deals, name)
         self._tail.copy_(self._wrap(self._tail + self.deals_per_step))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that `step` changes besides `generator`: save copies, and write them back with `copy_` to go on from there."""
+        counters = [self._head, self._tail, self.episode_return, self.final_return, self.final_length]
+        return [*self.state, *self.final_state, *self._ring, *counters]
+
     def _wrap(self, slot):
         size = 2 * self.num_envs
         return torch.where(slot < size, slot, slot - size)

@@ -219,7 +219,7 @@ def test_history_ends_before_the_step():
 
     def summaries(d):
         batch = whole_batch(config, d)
-        posterior, summary = models.inference(batch)
+        posterior, summary = vae.infer_careers(models.inference, batch)
         grid = torch.full((2, data.acted.shape[1] * 12, summary.shape[2]), torch.nan)
         grid[0, batch.place[0]] = summary[0].detach()
         grid[1, batch.place[0], : posterior.shape[2]] = posterior[0].detach()
@@ -249,7 +249,7 @@ def test_summary_adds_up_the_evidence_so_far():
     models = random_models(args, config, scale=1.5)
     batch = whole_batch(config, stacked(env, games))
     with torch.no_grad():
-        _, summary = models.inference(batch)
+        _, summary = vae.infer_careers(models.inference, batch)
         state = models.inference.encoder(batch.things, batch.walls)
         evidence, decay = models.inference.evidence(state, batch.joint)[0], models.inference.decay.sigmoid()[0, 0]
     slot = {int(place): k for k, place in enumerate(batch.place[0])}
