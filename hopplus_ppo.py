@@ -22,6 +22,7 @@ co-players. What a learner reads or predicts about players is in its ego order. 
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -1235,7 +1236,6 @@ class Experiment:
     eps: torch.Tensor  # [] share of hindsight subgoals in MOA's training
     trusted: torch.Tensor  # [M] how many steps may be imagined
     totals: dict = dataclasses.field(default_factory=dict)  # sums of figures since the last log, by kind of iteration
-    marks: list = dataclasses.field(default_factory=list)
     last: dict = dataclasses.field(default_factory=dict)  # the newest samples, for pictures
 
     def sources(self) -> Sources:
@@ -1349,14 +1349,13 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     return batch_of(args, sampled, real=True)
 
 
-def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> None:
-    """One iteration; nothing in it waits for the host. Its figures are added to x.totals."""
+def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> list[tuple]:
+    """One iteration; nothing in it waits for the host. Its figures are added to x.totals. -> when each stage was over"""
     args, env, nets, generator = x.args, x.env, x.nets, x.generator
-    x.marks = []
-    mark(x, "start")
+    marks = [mark("start", env.device)]
     w, c, sums = rollout(args, env, x.seating, nets, x.carry, generator, args.num_steps)
     figures = {f"games/{key}": value for key, value in sums.items()}
-    mark(x, "collect")
+    marks.append(mark("collect", env.device))
     if nets.models is not None:
         figures |= {f"moa/{key}": value for key, value in moa_figures(w, c).items()}
         figures["omg/subgoal_norm"] = c.goals.norm(dim=3).mean((1, 2))
@@ -1375,7 +1374,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> None:
         found = train_subgoals(args, env, nets, x.optimisers["subgoals"], x.sources(), x.eps, generator, args.subgoal_updates)
         names = {"moa": "losses/moa", "total": "losses/subgoals", "grad_norm": "losses/subgoals_grad_norm"}
         figures |= {names.get(k, f"omg/{k}"): v for k, v in found.items()}
-    mark(x, "models")
+    marks.append(mark("models", env.device))
     batch = real_batch(x, w, c)
     figures |= distribution_figures("real", batch)
     x.last = {"steps": w, "choices": c, "real": batch}
@@ -1388,10 +1387,10 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> None:
         x.last["imagined"] = imagined
         kept = [batch, imagined] if args.ppo_real_ratio > 0 else [imagined]
         batch = {key: torch.cat([part[key] for part in kept], 1) for key in batch}
-    mark(x, "imagine")
+    marks.append(mark("imagine", env.device))
     found = improve(args, nets.policy, x.optimisers["policy"], batch, generator)
     figures |= {f"losses/{key}": value for key, value in found.items()}
-    mark(x, "ppo")
+    marks.append(mark("ppo", env.device))
     key = (train_world, train_subgoal)
     total = torch.cat([value.flatten() for value in figures.values()])
     if key not in x.totals:
@@ -1402,6 +1401,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> None:
         )
     x.totals[key][1].add_(total)
     x.totals[key][2].add_(1)
+    return marks
 
 
 def imagined_games(args: Args, games: int) -> int:
@@ -1410,14 +1410,13 @@ def imagined_games(args: Args, games: int) -> int:
     return max(1, round(args.num_steps * games * (1 - share) / share / args.imagination_horizon))
 
 
-def mark(x: Experiment, name: str) -> None:
-    """The time between two marks is logged. Events are recorded inside CUDA graphs too."""
-    if x.env.device.type == "cpu":
-        x.marks.append((name, time.perf_counter()))
-        return
+def mark(name: str, device) -> tuple:
+    """A point in time. On a GPU it is an event, which a CUDA graph records at each replay."""
+    if device.type == "cpu":
+        return name, time.perf_counter()
     event = torch.cuda.Event(enable_timing=True, external=True)
     event.record()
-    x.marks.append((name, event))
+    return name, event
 
 
 def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
@@ -1457,9 +1456,9 @@ def changing(x: Experiment) -> dict[str, torch.Tensor]:
     return {f"{name} {k}": t for name, tensors in parts.items() for k, t in enumerate(tensors)}
 
 
-def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgoal: bool) -> float:
+def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgoal: bool) -> tuple[float, list[tuple]]:
     """`iterate`, on a GPU as a CUDA graph. What its warm-up changes is put back, so that a run is the same with and without.
-    -> the seconds that this took"""
+    -> the seconds that this took, and the iteration's marks"""
     key, started, generators = (train_world, train_subgoal), time.time(), (x.generator, x.env.generator)
     if key not in graphs:
         graphs[key] = graphed(lambda: iterate(x, *key), generators, x.args.cudagraphs)
@@ -1472,18 +1471,15 @@ def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgo
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             torch.cuda.synchronize()
-    ready = time.time() - started
-    graphs[key]()
-    return ready
+    return time.time() - started, graphs[key]()
 
 
-def stage_seconds(x: Experiment) -> dict[str, float]:
-    """of the last iteration"""
-    pairs = list(zip(x.marks[:-1], x.marks[1:], strict=True))
-    if x.env.device.type == "cuda":
-        torch.cuda.synchronize()
-        return {name: a.elapsed_time(b) / 1000 for (_, a), (name, b) in pairs}
-    return {name: b - a for (_, a), (name, b) in pairs}
+def stage_seconds(marks: list[tuple]) -> dict[str, float]:
+    pairs = list(itertools.pairwise(marks))
+    if isinstance(marks[0][1], float):
+        return {name: b - a for (_, a), (name, b) in pairs}
+    torch.cuda.synchronize()
+    return {name: a.elapsed_time(b) / 1000 for (_, a), (name, b) in pairs}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1917,7 +1913,7 @@ def main(args: Args) -> dict[str, float]:
         x.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * progress))
         train_world = x.nets.world is not None and args.wm_updates > 0 and done % args.wm_period == 0
         train_subgoal = x.nets.models is not None and args.subgoal_updates > 0 and done % args.subgoal_period == 0
-        capturing = repeat_iteration(x, graphs, train_world, train_subgoal)
+        capturing, marks = repeat_iteration(x, graphs, train_world, train_subgoal)
         ready, began, done = ready + capturing, began + capturing, done + 1
         if done % args.log_every and done < iterations:
             continue
@@ -1942,7 +1938,7 @@ def main(args: Args) -> dict[str, float]:
                 "time/training": spent + clock,
                 "time/ready": ready,
             }
-            timing |= {f"time/{name}": value for name, value in stage_seconds(x).items()}
+            timing |= {f"time/{name}": value for name, value in stage_seconds(marks).items()}
             for key, value in {**row, **timing}.items():
                 writers[s].add_scalar(key, value, steps)
             with open(folders[s] / "metrics.jsonl", "a") as file:

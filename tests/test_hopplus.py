@@ -1105,7 +1105,7 @@ def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, no_pi
             net = {"policy": x.nets.policy.actor, "world": x.nets.world, "moa": x.nets.models.moa}[part]
             with torch.no_grad():
                 list(net.parameters())[-2].view(-1)[0] = math.nan
-        iterate(x, *key)
+        return iterate(x, *key)
 
     monkeypatch.setattr(hop, "iterate", poisoned)
     with pytest.raises(FloatingPointError, match=quantity) as error:
