@@ -190,7 +190,7 @@ class Args:
     """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: float = 1e-3
     """world model: Adam's step size"""
-    wm_updates: int = 1
+    wm_updates: int = 2
     """world model: updates per training iteration (0: do not train it)"""
     wm_period: int = 1
     """world model: train in every k-th iteration"""
@@ -1250,15 +1250,9 @@ class Experiment:
                              for r in (self.replay, self.rehearsed))  # fmt: skip
         optimisers = {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()}
         generators = [self.generator.get_state(), self.env.generator.get_state()]
-        kept = {
-            "env": self.env.tensors(),
-            "carry": self.carry,
-            "replay": replay,
-            "rehearsed": rehearsed,
-            "trusted": self.trusted,
-            "eps": self.eps,
-        }
-        return {"nets": nets, "optimisers": optimisers, "generators": generators, **kept}
+        kept = {"env": self.env.tensors(), "carry": self.carry, "trusted": self.trusted, "eps": self.eps}
+        kept |= {"nets": nets, "optimisers": optimisers, "replay": replay, "rehearsed": rehearsed}
+        return kept | {"generators": generators}
 
     def load(self, saved: dict) -> None:
         for name, net in self.nets._asdict().items():
@@ -1304,10 +1298,8 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
         carry = new_carry(args, env, seating, generator)
         for k, games in enumerate((rows, rehearsed)):
             if games:
-                shape, number = (
-                    (args.replay_rollouts, m, args.num_steps, games),
-                    torch.zeros((), dtype=torch.int64, device=device),
-                )
+                shape = (args.replay_rollouts, m, args.num_steps, games)
+                number = torch.zeros((), dtype=torch.int64, device=device)
                 kept = Steps(*(torch.zeros(*shape, *x.shape[3:], dtype=x.dtype, device=device) for x in steps))
                 stores[k] = Replay(kept, number, torch.zeros(m, games, *carry["summary"].shape[2:], device=device))
     trusted = torch.zeros(m, dtype=torch.int64, device=device)
@@ -1875,10 +1867,8 @@ def main(args: Args) -> dict[str, float]:
                 x.rehearsed.push(Steps(*(field[number] for field in games)))
             if memory(args):
                 x.rehearsed.carried.copy_(games.summary[0, :, 0] / memory(args))
-        print(
-            "on fresh rule-based games: " + ", ".join(f"{k} {v:.4g}" for k, v in learned.items() if "channel" not in k),
-            flush=True,
-        )
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in learned.items() if "channel" not in key)
+        print(f"on fresh rule-based games: {shown}", flush=True)
     ready = time.time() - started
     steps_each = args.num_envs * args.num_steps
     iterations, done, spent = math.ceil(args.total_steps / steps_each), 0, 0.0
@@ -1891,7 +1881,7 @@ def main(args: Args) -> dict[str, float]:
         stamp = int(time.time())
         while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
             stamp += 1
-        folders = [Path(args.run_dir) / f"{args.exp_name}_{args.method}__{config.setting}__{s}__{stamp}" for s in seeds]
+        folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.method}__{s}__{stamp}" for s in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
@@ -1921,24 +1911,17 @@ def main(args: Args) -> dict[str, float]:
         clock, steps = time.time() - began, done * steps_each
         rows = [log_row(x, found, s) for s in range(args.num_seeds)]
         for s, row in enumerate(rows):
-            bad = [
-                key
-                for key, value in row.items()
-                if key.startswith(("losses/", "omg/", "real/", "imagined/")) and not math.isfinite(value)
-            ]
-            if bad:
+            watched = [key for key in row if key.startswith(("losses/", "omg/", "real/", "imagined/"))]
+            bad = next((key for key in watched if not abs(row[key]) < 1e6), None)
+            if bad is not None:
                 save("checkpoint_bad.pt")
-                raise FloatingPointError(
-                    f"{bad[0]} is {row[bad[0]]} at iteration {done}, seed {seeds[s]}; see {folders[0]}/checkpoint_bad.pt"
-                )
+                where = f"iteration {done}, seed {seeds[s]}; see {folders[0]}/checkpoint_bad.pt"
+                raise FloatingPointError(f"{bad} is {row[bad]} at {where}")
             row["audit/updates"] = done * args.update_epochs * args.num_minibatches
             row["audit/buffer_steps"] = min(done, args.replay_rollouts) * steps_each if x.replay is not None else steps_each
-            timing = {
-                "charts/SPS": steps * args.num_seeds / (spent + clock),
-                "time/training": spent + clock,
-                "time/ready": ready,
-            }
-            timing |= {f"time/{name}": value for name, value in stage_seconds(marks).items()}
+            timing = {f"time/{name}": value for name, value in stage_seconds(marks).items()}
+            timing |= {"time/training": spent + clock, "time/ready": ready}
+            timing["charts/SPS"] = steps * args.num_seeds / (spent + clock)
             for key, value in {**row, **timing}.items():
                 writers[s].add_scalar(key, value, steps)
             with open(folders[s] / "metrics.jsonl", "a") as file:
