@@ -985,7 +985,7 @@ def test_what_a_run_leaves_behind(method, runs):
     assert undefined(figures) == [] and figures["checkpoint"] == str(folders[0] / "checkpoint.pt")
     assert len(folders) == (2 if method == "hopplus" else 1)
     for s, folder in enumerate(folders):
-        assert folder.name.split("__")[:3] == [f"hopplus_ppo_{method}", "3x4_3h1s_3hares", str(1 + s)]
+        assert folder.name.split("__")[:3] == ["hopplus_ppo", f"3x4_3h1s_3hares_{method}", str(1 + s)]
         saved = json.loads((folder / "args.json").read_text())
         assert saved["method"] == method and saved["config"]["final_time"] == 6
         lines = lines_of(folder)
