@@ -86,7 +86,8 @@ class Args:
     seed: int = 1
     """seed of the first experiment; the others count up from it"""
     num_seeds: int = 1
-    """complete experiments side by side, each with its own TensorBoard run"""
+    """complete experiments side by side, each with its own weights and TensorBoard run; they share one stream of random
+    numbers, so a seed's curve is another one in company, with the same statistics"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
@@ -168,7 +169,7 @@ class Args:
     memory_discount: float = 0.995
     """what of that summary is left at the start of the next game"""
     subgoal_learning_rate: float = 1e-3
-    """q_phi and MOA: Adam's step size"""
+    """q_phi and MOA: Adam's step size (in pretraining 3e-3, falling)"""
     subgoal_updates: int | None = None
     """q_phi and MOA: updates per training iteration (0: do not train them; None: 4 on a GPU, 2 on a CPU)"""
     subgoal_period: int = 1
@@ -176,7 +177,7 @@ class Args:
     model_games: int | None = None
     """q_phi and MOA: windows of T steps per update and learner (None: 64 on a GPU, 8 on a CPU)"""
     rehearsal: float = 0.5
-    """share of the model updates that use the rule-based games of the pretraining"""
+    """share of the models' samples that are rule-based games of the pretraining"""
     vae_checkpoint: str | None = None
     """start f_psi, q_phi and MOA from this checkpoint of pretrain_vae.py instead of pretraining here"""
 
@@ -189,7 +190,7 @@ class Args:
     wm_channel_weights: tuple[float, ...] | None = None
     """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: float = 1e-3
-    """world model: Adam's step size"""
+    """world model: Adam's step size (in pretraining 2e-3, falling)"""
     wm_updates: int = 2
     """world model: updates per training iteration (0: do not train it)"""
     wm_period: int = 1
@@ -214,7 +215,7 @@ class Args:
     trust_exact_match: float = 0.99
     """trust: share of boards exactly right after k steps, on fresh games, that allows k steps"""
     ppo_real_ratio: float = 0.2
-    """share of real samples in PPO's batch (1: plain PPO)"""
+    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO)"""
     critic_data: Literal["real", "mixed"] = "real"
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: float = 1.0
@@ -225,12 +226,13 @@ class Args:
     resume: str | None = None
     """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
     evaluate: str | None = None
-    """only play --eval-games with this checkpoint's learners, frozen, in --seats"""
+    """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it"""
     eval_games: int = 1000
     """--evaluate: games per seed"""
     adapt: str | None = None
-    """let this checkpoint's learners meet co-players they never trained with (--seats with one learner, or the seven
-    standard sets), frozen and learning"""
+    """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or the
+    seven standard sets), frozen and learning. Read besides --adapt-*: --seed, --learning-rate, --update-epochs,
+    --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates, --total-steps (best responses)"""
     adapt_steps: int = 2400
     """--adapt: env steps with the same co-players"""
     adapt_repetitions: int = 64
@@ -717,7 +719,8 @@ def remember(args: Args, env: StagHuntEnv, models: Models, thought: Thought, joi
 
 
 def memory(args: Args) -> float:
-    return args.memory_discount if args.inter_episode_belief else 0.0
+    """What is left of a summary in the next game: nothing if that may be with somebody else."""
+    return args.memory_discount if args.inter_episode_belief and "mixed" not in args.seats else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -765,12 +768,14 @@ def new_carry(args: Args, env: StagHuntEnv, seating: Seating, generator) -> dict
         "summary": torch.zeros(m, rows, n - 1, args.hidden, device=env.device),
         "belief": torch.zeros(env.num_envs, n, len(PLAYER_PROBS), device=env.device),
         "took": torch.zeros(env.num_envs, n, dtype=torch.int64, device=env.device),  # HUNT_STAG, HUNT_HARE or 0
+        "played": torch.zeros(env.num_envs, dtype=torch.int64, device=env.device),  # games that ended
     }
 
 
 @torch.no_grad()
-def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, learners_act=True):
-    """-> Steps, Choices and sums over the finished games per block and seat. Without learners_act they only watch."""
+def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, learners_act=True, games_each=math.inf):
+    """-> Steps, Choices and sums over the finished games per block and seat (only the first `games_each` of each place, so
+    that short games do not count more often). Without learners_act they only watch."""
     n, lay, steps, choices, sums = env.config.num_players, seating.to_learners, [], [], {}
     rule_based, obs = seating.rule_based or not learners_act, env.observe(env.state)
 
@@ -817,9 +822,11 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
         left = present & ~torch.where(ended, env.final_state.present, env.state.present)
         took = torch.where(left, actions, carry["took"])
         carry["took"].copy_(torch.where(ended, 0, took))
-        found = {"games": ended.expand_as(left), "return": torch.where(ended, env.final_return, 0)}
-        found |= {"stag": ended & (took == HUNT_STAG), "hare": ended & (took == HUNT_HARE)}
-        found["length"] = torch.where(done, env.final_length, 0)[:, None].expand_as(left)
+        counts = (done & (carry["played"] < games_each))[:, None].expand_as(left)
+        carry["played"].add_(done)
+        found = {"games": counts, "return": torch.where(counts, env.final_return, 0)}
+        found |= {"stag": counts & (took == HUNT_STAG), "hare": counts & (took == HUNT_HARE)}
+        found["length"] = torch.where(counts, env.final_length[:, None], 0)
         for key, x in found.items():
             sums[key] = sums.get(key, 0.0) + x.float().unflatten(0, (seating.blocks, seating.games)).sum(1)  # [S, N]
         if nets.models is not None:
@@ -827,8 +834,7 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
         carry["last_joint"].copy_(torch.where(over[..., None], STAY, ego))
         if rule_based:
             belief = carry["belief"] + seen * present[..., None]
-            forget = seating.mixed or not args.inter_episode_belief
-            carry["belief"].copy_(torch.where(ended[..., None], 0.0, belief) if forget else belief)
+            carry["belief"].copy_(belief if memory(args) else torch.where(ended[..., None], 0.0, belief))
         if seating.mixed:  # only between two games
             drawn = torch.randint(len(PLAYER_PROBS), left.shape, generator=generator, device=env.device)
             is_mixed = seating.kinds.repeat_interleave(seating.games, 0) == MIXED
@@ -887,15 +893,14 @@ def sample_windows(sources: Sources, count: int, generator) -> Steps:
     return Steps(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 
 
-def sample_transitions(sources: Sources, count: int, models: int, generator) -> tuple[Steps, torch.Tensor]:
-    """-> Steps [models, count, ...], some models per learner, and their weight: 1 where the learner was on the board"""
+def sample_transitions(sources: Sources, count: int, models: int, generator) -> Steps:
+    """[models, count, ...], some models per learner"""
     parts = []
     for replay, number in shares(sources, count):
         learner = torch.arange(replay.steps.done.shape[1], device=generator.device)
         slot, t, game = replay.pick((models, number), generator)
         parts.append([x[slot, learner.repeat_interleave(models // len(learner))[:, None], t, game] for x in replay.steps])
-    w = Steps(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
-    return w, (w.board[:, :, 0].flatten(2).amax(2) > 0).float()
+    return Steps(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
 
 def hindsight(args: Args, config: StagHuntConfig, policy: ActorCritic, selection: str, w: Steps, goals, prior, present):
@@ -1030,7 +1035,8 @@ def train_subgoals(args: Args, env, nets, optimiser, sources: Sources, eps, gene
 def train_world_model(args: Args, nets, optimiser, sources: Sources, generator, updates: int) -> dict[str, torch.Tensor]:
     total, parameters = {}, list(nets.world.parameters())
     for _ in range(updates):
-        w, weight = sample_transitions(sources, args.wm_batch_size, len(parameters[0]), generator)
+        w = sample_transitions(sources, args.wm_batch_size, len(parameters[0]), generator)
+        weight = present_weight(nets.world.config, w.board).float()
         loss = nets.world.loss(w.board, w.joint, w.next_board, w.reward[..., 0], weight)
         optimiser.zero_grad(set_to_none=True)
         loss.sum().backward()
@@ -1046,32 +1052,44 @@ def train_world_model(args: Args, nets, optimiser, sources: Sources, generator, 
 
 
 @torch.no_grad()
-def trusted_horizon(args: Args, config, world, w: Steps, horizon: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trusted_horizon(args: Args, config, world, w: Steps, horizon: int, pooled=False) -> tuple[torch.Tensor, dict]:
     """Plays fresh games (w [M, T, E, ...], not yet trained on) again inside the world model, from their first step on, with
-    the actions that were played. -> for how many steps the boards are right [M], and figures [M]"""
-    members = len(next(world.parameters())) // len(w.done)
-    board, right, trusted, figures = w.board[:, 0], None, [], {}
-    valid = right = torch.ones_like(w.done[:, 0])
+    the actions that were played. -> for how many steps boards and payoffs are right [M] (pooled: of all learners together,
+    who have one game each), and figures [M]"""
+    members, board, trusted, figures = len(next(world.parameters())) // len(w.done), w.board[:, 0], [], {}
+    valid = right = paid = torch.ones_like(w.done[:, 0])
+
+    def nearest(reward):
+        return torch.stack([(reward - payoff).abs() for payoff in config.payoffs()], -1).argmin(-1)
+
     for k in range(min(horizon, w.done.shape[1])):
-        valid = valid & (w.board[:, k, :, 0].flatten(2).amax(2) > 0)  # the learner is still on the board
+        valid = valid & present_weight(config, w.board[:, k])
         p = world.predict(board.repeat_interleave(members, 0), w.joint[:, k].repeat_interleave(members, 0), with_raw=k == 0)
-        boards = p.board.unflatten(0, (-1, members))
-        exact = (boards[:, 0] == w.next_board[:, k]).flatten(2).all(2)
-        right = right & exact
+        boards, reward = p.board.unflatten(0, (-1, members)), p.reward.unflatten(0, (-1, members))[:, 0]
+        right = right & (boards[:, 0] == w.next_board[:, k]).flatten(2).all(2)
+        paid = paid & (nearest(reward) == nearest(w.reward[:, k, :, 0]))
         count = valid.sum(1).clamp(min=1)
         figures[f"exact_match/{k + 1}"] = (right & valid).sum(1) / count
-        enough = figures[f"exact_match/{k + 1}"] >= args.trust_exact_match
-        trusted.append(enough | ~valid.any(1))  # nothing speaks against it
+        good, seen = ((x & valid).sum(1) for x in (right & paid, valid))
+        if pooled:
+            good, seen = good.sum().expand_as(good), seen.sum().expand_as(seen)
+        trusted.append(good >= args.trust_exact_match * seen)  # without a game, nothing speaks against it
         if k == 0:
             error = (p.raw.unflatten(0, (-1, members))[:, 0] - w.next_board[:, 0].float()).square().mean((3, 4))  # [M, E, C]
             channel = (error * valid[..., None]).sum(1) / count[:, None]
-            paid = (p.reward.unflatten(0, (-1, members))[:, 0] - w.reward[:, 0, :, 0]).square()
-            figures |= {"obs_mse": channel.mean(1), "reward_mse": (paid * valid).sum(1) / count}
+            squared = (reward - w.reward[:, 0, :, 0]).square()
+            figures |= {"obs_mse": channel.mean(1), "reward_mse": (squared * valid).sum(1) / count}
             figures |= {f"per_channel_mse/{c}": channel[:, c] for c in range(channel.shape[1])}
             differ = (boards != boards[:, :1]).flatten(3).any(3).any(1)
             figures["disagreement"] = (differ & valid).sum(1) / count
         board, valid = boards[:, 0], valid & ~w.done[:, k]
     return torch.stack(trusted, 1).int().cumprod(1).sum(1), figures
+
+
+def present_weight(config: StagHuntConfig, board) -> torch.Tensor:
+    """[..., C, H, W] -> bool [...]: does the step count? The learner is on the board (prosocial: or left it)."""
+    present = board[..., 0, :, :].flatten(-2).amax(-1) > 0
+    return torch.ones_like(present) if config.prosocial else present
 
 
 @torch.no_grad()
@@ -1260,6 +1278,8 @@ class Experiment:
                 net.load_state_dict(saved["nets"][name])
         for name, optimiser in self.optimisers.items():
             optimiser.load_state_dict(saved["optimisers"][name])
+            for group in optimiser.param_groups:  # else it stays where the file was read to
+                group["lr"] = group["lr"].to(self.env.device)
         self.generator.set_state(saved["generators"][0])
         self.env.generator.set_state(saved["generators"][1])
         now = self.tensors()
@@ -1269,11 +1289,12 @@ class Experiment:
             kept.copy_(new)
 
 
-def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehearsed: int = 0) -> Experiment:
-    """Fresh networks for every learner, and room for `rehearsed` rule-based games per learner beside the replay."""
-    config = args.config.checked()
-    env = StagHuntEnv(config, seating.blocks * seating.games, device, seeds[0], compile=args.compile and device.type == "cuda")
-    generator = torch.Generator(device).manual_seed(seeds[0])
+def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehearsed: int = 0, purpose=0) -> Experiment:
+    """Fresh networks for every learner, and room for `rehearsed` rule-based games per learner beside the replay. Each purpose
+    (training, pretraining, playing with a checkpoint) has other games."""
+    config, first = args.config.checked(), 2 * (seeds[0] + 1_000_000 * purpose)
+    env = StagHuntEnv(config, seating.blocks * seating.games, device, first, compile=args.compile and device.type == "cuda")
+    generator = torch.Generator(device).manual_seed(first + 1)
     m = seating.blocks if seating.share else len(seating.seat)
     rows, goal_inputs = len(seating.seat) * seating.games // m, (config.num_players - 1) * goal_size(args)
     own_seeds = [100 * seeds[i * len(seeds) // m] + i % max(1, m // len(seeds)) for i in range(m)]
@@ -1293,8 +1314,8 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
     carry, stores = new_carry(args, env, seating, generator), [None, None]
     if nets.models is not None:
         steps, _, _ = rollout(args, env, seating, nets, carry, generator, 1)  # only for the shapes
-        env.reset(seeds[0])
-        generator.manual_seed(seeds[0])
+        env.reset(first)
+        generator.manual_seed(first + 1)
         carry = new_carry(args, env, seating, generator)
         for k, games in enumerate((rows, rehearsed)):
             if games:
@@ -1311,14 +1332,9 @@ def make_optimiser(parameters, learning_rate: float, device, eps: float = 1e-8) 
     return torch.optim.Adam(parameters, lr=torch.tensor(learning_rate, device=device), eps=eps, capturable=cuda, fused=True)
 
 
-def present_weight(config: StagHuntConfig, w: Steps) -> torch.Tensor:
-    """bool [M, T, E]: steps that count: the learner was on the board (prosocial rewards go on after it has left)"""
-    return torch.ones_like(w.done) if config.prosocial else w.board[:, :, :, 0].flatten(3).amax(3) > 0
-
-
 def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     args, config, policy = x.args, x.env.config, x.nets.policy
-    alive = present_weight(config, w)
+    alive = present_weight(config, w.board)
     reward, action = w.reward[..., 0], w.joint[..., 0]
     ended = w.done if config.prosocial else w.done | w.left[..., 0]  # who has left earns nothing more
     goals, clock, value = c.goals, w.time / config.final_time, c.value
@@ -1341,8 +1357,9 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     return batch_of(args, sampled, real=True)
 
 
-def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> list[tuple]:
-    """One iteration; nothing in it waits for the host. Its figures are added to x.totals. -> when each stage was over"""
+def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list[tuple], dict]:
+    """One iteration; nothing in it waits for the host. Its figures are added to x.totals. -> when each stage was over, and the
+    samples, for pictures"""
     args, env, nets, generator = x.args, x.env, x.nets, x.generator
     marks = [mark("start", env.device)]
     w, c, sums = rollout(args, env, x.seating, nets, x.carry, generator, args.num_steps)
@@ -1369,14 +1386,15 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> list[tuple
     marks.append(mark("models", env.device))
     batch = real_batch(x, w, c)
     figures |= distribution_figures("real", batch)
-    x.last = {"steps": w, "choices": c, "real": batch}
+    last = {"steps": w, "choices": c, "real": batch}
     if nets.world is not None and args.ppo_real_ratio < 1:
         count = imagined_games(args, w.done.shape[2])
-        start, alive = sample_transitions([(x.replay, 1.0)], count, len(w.done), generator)
-        dream = imagine(args, env, nets, start, alive > 0, args.imagination_horizon, x.trusted, generator)
+        start = sample_transitions([(x.replay, 1.0)], count, len(w.done), generator)
+        alive = present_weight(env.config, start.board)
+        dream = imagine(args, env, nets, start, alive, args.imagination_horizon, x.trusted, generator)
         imagined = batch_of(args, dream, real=False)
         figures |= distribution_figures("imagined", imagined)
-        x.last["imagined"] = imagined
+        last["imagined"] = imagined
         kept = [batch, imagined] if args.ppo_real_ratio > 0 else [imagined]
         batch = {key: torch.cat([part[key] for part in kept], 1) for key in batch}
     marks.append(mark("imagine", env.device))
@@ -1393,7 +1411,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> list[tuple
         )
     x.totals[key][1].add_(total)
     x.totals[key][2].add_(1)
-    return marks
+    return marks, last
 
 
 def imagined_games(args: Args, games: int) -> int:
@@ -1463,7 +1481,9 @@ def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgo
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             torch.cuda.synchronize()
-    return time.time() - started, graphs[key]()
+    ready = time.time() - started
+    marks, x.last = graphs[key]()
+    return ready, marks
 
 
 def stage_seconds(marks: list[tuple]) -> dict[str, float]:
@@ -1485,8 +1505,8 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     args = dataclasses.replace(args, num_envs=args.pretraining_games)
     watch = make_seating([kinds] * len(seeds), args.num_envs, True, device)
     mixed = torch.full_like(watch.kinds, MIXED)
-    watch = watch._replace(kinds=mixed, rule_based=True, mixed=not args.inter_episode_belief)
-    x = make_experiment(args, watch, seeds, device)
+    watch = watch._replace(kinds=mixed, rule_based=True, mixed=not memory(args))
+    x = make_experiment(args, watch, seeds, device, purpose=1)
     started = {"models": load_models(args, x.nets.models, config), "world": load_world_model(args, x.nets.world, config)}
     optimiser = make_optimiser(x.nets.models.parameters(), 3e-3, device)
     updates = args.pretraining_updates
@@ -1517,10 +1537,10 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
         found |= trusted_horizon(args, config, x.nets.world, w, args.imagination_horizon)[1]
     figures = {key: float(value.mean()) for key, value in found.items() if key != "confusion"}
     weights = {name: net.state_dict() for name, net in x.nets._asdict().items() if net is not None and name != "policy"}
-    learners = 1 if args.share_parameters else kinds.count(LEARNER)
 
-    def by_learner(field):  # [S, T, L*E, ...] each -> [R, M, T, E, ...]
-        return torch.stack(field).unflatten(3, (learners, -1)).movedim(3, 2).flatten(1, 2)
+    def by_learner(field):  # [S, T, L*E, ...] each -> [R, M, T, E, ...], or all seats' games in a row if they are shared
+        field = torch.stack(field).unflatten(3, (kinds.count(LEARNER), -1))[:, :, :, :, :256]
+        return field.flatten(3, 4) if args.share_parameters else field.movedim(3, 2).flatten(1, 2)
 
     return weights, Steps(*(by_learner(field) for field in zip(*games, strict=True))), figures
 
@@ -1716,7 +1736,10 @@ def draw_prediction(x: Experiment, learner: int):
     figure, axes = plt.subplots(1, 3, figsize=(3.2 * config.width * 0.8, config.height * 0.9))
     shown = (("board", w.board[learner, t, 0]), ("true next", w.next_board[learner, t, 0]), ("predicted", raw))
     for axis, (title, planes) in zip(axes, shown, strict=True):
-        axis.set(title=title, xlim=(-0.5, config.width - 0.5), ylim=(config.height - 0.5, -0.5), xticks=[], yticks=[])
+        axis.set(title=title, xlim=(-0.5, config.width - 0.5), ylim=(config.height - 0.5, -0.5))
+        axis.set(xticks=np.arange(0.5, config.width - 1), yticks=np.arange(0.5, config.height - 1))
+        axis.tick_params(length=0, labelleft=False, labelbottom=False)
+        axis.grid(alpha=0.3)
         for (c, y, column), value in np.ndenumerate(planes.float().cpu().numpy()):
             if abs(value) > 0.01:
                 text = names[c] if title != "predicted" else f"{names[c]} {value:.2f}"
@@ -1800,6 +1823,20 @@ def checked(args: Args) -> StagHuntConfig:
     for name in ("kl_coef", "ent_coef", "vf_coef", "imagined_weight"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be a number >= 0, not {getattr(args, name)}")
+    if args.adapt_steps % args.adapt_every or args.adapt_steps < 4 * args.adapt_every:
+        raise ValueError(
+            f"--adapt-steps {args.adapt_steps} must be a multiple of --adapt-every {args.adapt_every}, and >= 4 times it"
+        )
+    if args.imagination and args.ppo_real_ratio == 0 and args.critic_data == "real":
+        raise ValueError("--ppo-real-ratio 0 leaves the critic nothing to learn from: --critic-data mixed")
+    if args.imagination and args.trust and args.imagination_horizon > args.num_steps:
+        raise ValueError(
+            f"trust is measured on --num-steps {args.num_steps}, fewer than --imagination-horizon {args.imagination_horizon}"
+        )
+    if args.inter_episode_belief and args.subgoals == "none" and not args.imagination:
+        raise ValueError("--inter-episode-belief needs subgoals or imagination: there is nothing to remember otherwise")
+    if args.imagination and args.share_parameters and config.strengths is not None:
+        raise ValueError("--strengths with --share-parameters: one world model cannot know whose strength it is to pay for")
     if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt)) > 1:
         raise ValueError("--resume, --evaluate and --adapt exclude each other")
     if args.num_steps * args.num_envs < args.num_minibatches:
@@ -1852,7 +1889,7 @@ def main(args: Args) -> dict[str, float]:
     kinds = seat_kinds(args.seats.split(","))
     seating = make_seating([kinds] * args.num_seeds, args.num_envs, args.share_parameters, device)
     modelled = args.subgoals != "none" or args.imagination
-    games = args.pretraining_games * (kinds.count(LEARNER) if args.share_parameters else 1)
+    games = min(256, args.pretraining_games) * (kinds.count(LEARNER) if args.share_parameters else 1)
     x = make_experiment(args, seating, seeds, device, games if modelled and args.rehearsal else 0)
     if modelled and not checkpoint:
         if not (args.vae_checkpoint and (args.world_model_checkpoint or not args.imagination)):
@@ -1929,10 +1966,12 @@ def main(args: Args) -> dict[str, float]:
         mean = {key: np.mean([row[key] for row in rows]) for key in ("charts/episodic_return", "charts/stag_share")}
         bar.update(steps - bar.n)
         bar.set_postfix_str(f"return {mean['charts/episodic_return']:.3f}, stag share {mean['charts/stag_share']:.2f}")
+        paused = time.time()  # pictures and checkpoints are no training
         if (args.picture_every and done % args.picture_every < args.log_every) or done == iterations:
             draw_pictures(x, found, writers, steps)
         if done % args.save_every < args.log_every or done == iterations:
             save()
+        began += time.time() - paused
     bar.close()
     film(x, folders[0] / "games.gif")
     for writer in writers:
@@ -1988,15 +2027,17 @@ def evaluate(args: Args) -> dict[str, float]:
     }
     trained = dataclasses.replace(source, **changes)
     config, names = trained.config.checked(), trained.seats.split(",")
-    check_seats(names, config.num_players, ("learner", "mixed"))
+    if "learner" not in check_seats(names, config.num_players, ("learner", "mixed")):
+        raise ValueError(f"--seats {args.seats}: no learner to evaluate")
     seating = make_seating([seat_kinds(names)] * trained.num_seeds, games, trained.share_parameters, device)
-    x = make_experiment(trained, seating, list(range(args.seed, args.seed + trained.num_seeds)), device)
+    x = make_experiment(trained, seating, list(range(args.seed, args.seed + trained.num_seeds)), device, purpose=2)
     pairs = zip(seating.block.tolist(), seating.seat.tolist(), strict=True)
     index = [saved_learner(source, block, seat) for block, seat in pairs]
     transplant(x, saved, torch.tensor(sorted(set(index)) if trained.share_parameters else index))
     sums = {}
-    for _ in range(math.ceil(args.eval_games / games)):
-        _, _, found = rollout(trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time)
+    each = math.ceil(args.eval_games / games)
+    for _ in range(each):
+        _, _, found = rollout(trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time, games_each=each)
         sums = {key: sums.get(key, 0.0) + value for key, value in found.items()}
     sums = {key: value.cpu().numpy() for key, value in sums.items()}  # [S, N]
     returns, folder = sums["return"] / sums["games"], Path(args.evaluate).parent
@@ -2035,14 +2076,15 @@ def adapt(args: Args) -> dict[str, float]:
     saved = load_file(args.adapt, "hopplus-1", "checkpoint")
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
-    n, rounds, folder = config.num_players, max(4, args.adapt_steps // args.adapt_every), Path(args.adapt).parent
+    n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
     make_reproducible()
     kinds, index = [], []
+    learners = [i for i, kind in enumerate(seat_kinds(source.seats.split(","))) if kind == LEARNER]
     for players in sets.values():
         for r in range(args.adapt_repetitions):
             order = seat_kinds(["learner", *players])
             kinds.append([order[(i - r) % n] for i in range(n)])  # the learner in seat r mod N
-            index.append(saved_learner(source, r // n % source.num_seeds, r % n))
+            index.append(saved_learner(source, r // n % source.num_seeds, learners[r % len(learners)]))
     changes = {"num_envs": 1, "num_steps": args.adapt_every, "replay_rollouts": rounds, "share_parameters": False}
     changes |= {"compile": False, "imagination_horizon": config.final_time, "critic_data": "mixed", "model_games": 2}
     for name in (
@@ -2058,11 +2100,10 @@ def adapt(args: Args) -> dict[str, float]:
     changed = dataclasses.replace(source, **changes)
     seating, index, curves = make_seating(kinds, 1, False, device), torch.tensor(index), {}
     for name in ("frozen", "learning"):
-        x = make_experiment(changed, seating, [args.seed], device)
+        x = make_experiment(changed, seating, [args.seed], device, purpose=2)
         transplant(x, saved, index)
         boards = first_boards(saved, index, device) if x.nets.world is not None else None
-        # what does not learn needs no more rounds than to get acquainted
-        curves[name], figures = meet(args, x, boards, rounds if name == "learning" else rounds // 2, name == "learning")
+        curves[name], figures = meet(args, x, boards, rounds, name == "learning")
         for k, key in enumerate(sets if figures else ()):
             own = {f: value.reshape(len(sets), -1)[k].mean() for f, value in figures.items()}
             print(f"{name}, {key}: MOA " + ", ".join(f"{f} {value:.3f}" for f, value in own.items()), flush=True)
@@ -2071,7 +2112,7 @@ def adapt(args: Args) -> dict[str, float]:
             kinds=torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
         )
         x = make_experiment(dataclasses.replace(changed, **METHODS["ppo"]), at_random, [args.seed], device)
-        curves["random"], _ = meet(args, x, None, rounds // 2, False, learners_act=False)
+        curves["random"], _ = meet(args, x, None, rounds, False, learners_act=False)
     last = slice(-(rounds // 4), None)
     shape = (len(sets), args.adapt_repetitions)
     scores = {name: (c[last, :, 0].sum(0) / c[last, :, 1].sum(0)).reshape(shape) for name, c in curves.items()}
@@ -2142,7 +2183,6 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
             figures = moa_figures(w, c)
         if not learn:
             continue
-        real = real_batch(x, w, c)
         if x.nets.models is not None and x.args.subgoal_updates:
             x.replay.push(w)
             train_subgoals(
@@ -2150,11 +2190,11 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
             )
         use(learned)
         if boards is None:
-            learn_from(real)
+            learn_from(real_batch(x, w, c))
             learned = [p.detach().clone() for p in policy.parameters()]
             continue
         told.copy_(w.told[:, -1])
-        horizon, _ = trusted_horizon(x.args, x.env.config, x.nets.world, w, x.args.imagination_horizon)
+        horizon, _ = trusted_horizon(x.args, x.env.config, x.nets.world, w, x.args.imagination_horizon, pooled=True)
         x.trusted.copy_(horizon if x.args.trust else torch.full_like(horizon, x.args.imagination_horizon))
         for _ in range(args.adapt_rounds):
             study()
@@ -2175,7 +2215,7 @@ def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
     changes = {"num_envs": 512, "num_seeds": 1, "seed": args.seed, "share_parameters": False, **METHODS["ppo"]}
     plain = dataclasses.replace(resolved(Args(config=source.config, device=args.device)), **changes)
     x = make_experiment(plain, make_seating(kinds, plain.num_envs, False, device), [args.seed], device)
-    iterations, graphs = math.ceil((args.total_steps or plain.total_steps) / plain.num_envs / plain.num_steps), {}
+    iterations, graphs = math.ceil(args.total_steps / plain.num_envs / plain.num_steps), {}
     for number in tqdm(range(iterations), desc="best responses", unit="iteration", leave=False):
         if number == iterations - max(1, iterations // 10):
             read_totals(x)

@@ -411,8 +411,10 @@ def test_world_model_learns_only_from_steps_on_the_board():
     x = experiment()
     for _ in range(2):
         x.replay.push(play(x, 8)[0])
-    w, weight = hop.sample_transitions([(x.replay, 1.0)], 200, 3, seeded(1))
+    w = hop.sample_transitions([(x.replay, 1.0)], 200, 3, seeded(1))
+    weight = hop.present_weight(CONFIG, w.board).float()
     assert torch.equal(weight > 0, w.board[:, :, 0].flatten(2).any(2)) and 0 < weight.mean() < 1
+    assert hop.present_weight(dataclasses.replace(CONFIG, prosocial=True), w.board).all(), "these rewards go on"
     other = w._replace(reward=torch.where(weight[..., None] > 0, w.reward, 5.0))
     one, two = (x.nets.world.loss(y.board, y.joint, y.next_board, y.reward[..., 0], weight) for y in (w, other))
     torch.testing.assert_close(one, two)
@@ -439,7 +441,7 @@ def test_the_replay_overwrites_the_oldest_and_draws_only_what_is_filled():
     for k in range(1, 7):
         replay.push(rollout(k))
         last = set(range(max(1, k - 2), k + 1))
-        w, _ = hop.sample_transitions([(replay, 1.0)], 800, 4, seeded(1))
+        w = hop.sample_transitions([(replay, 1.0)], 800, 4, seeded(1))
         assert torch.equal(w.done, w.time) and torch.equal(w.done, w.board[..., 0, 0, 0])
         for model in range(4):  # two models per learner
             expected = {1000 * r + 100 * (model // 2) + 10 * t + e for r in last for t in range(3) for e in range(4)}
@@ -458,9 +460,9 @@ def test_rehearsed_games_make_up_their_share(share):
     replay.push(rollout(1))
     old.push(old_rollout(1))
     sources = [(replay, 1 - share), (old, share)]
-    w, weight = hop.sample_transitions(sources, 40, 2, seeded(1))
+    w = hop.sample_transitions(sources, 40, 2, seeded(1))
     windows = hop.sample_windows(sources, 40, seeded(1))
-    assert w.done.shape == weight.shape == (2, 40) and windows.done.shape == (2, 3, 40)
+    assert w.done.shape == (2, 40) and windows.done.shape == (2, 3, 40)
     for drawn in (w.done, windows.done[:, 0]):
         assert ((drawn > 400_000).float().mean(1) == share).all()
     assert [part for _, part in experiment(rehearsed=4, rehearsal=0.0).sources()] == [1.0]
@@ -507,8 +509,8 @@ class TrueWorld(nn.Module):
 def starts(x, count=30, rollouts=2):
     for _ in range(rollouts):
         x.replay.push(play(x, x.args.num_steps)[0])
-    start, weight = hop.sample_transitions([(x.replay, 1.0)], count, len(x.trusted), x.generator)
-    return start, weight > 0
+    start = hop.sample_transitions([(x.replay, 1.0)], count, len(x.trusted), x.generator)
+    return start, hop.present_weight(x.env.config, start.board)
 
 
 def dream_of(x, start, alive, world=None, horizon=5, trusted=None):
@@ -674,6 +676,24 @@ def test_trust_grows_with_the_steps_that_are_right():
     )
     horizon, figures = hop.trusted_horizon(x.args, x.env.config, some, w, 4)
     assert horizon.tolist() == [0, 0, 0] and (figures["exact_match/1"] == 0.5).all()
+    poor = TrueWorld(x.env, w.prey[:, 0])
+    right = poor.predict
+    poor.predict = lambda *a, **k: (p := right(*a, **k))._replace(reward=p.reward + 5)
+    horizon, figures = hop.trusted_horizon(x.args, x.env.config, poor, w, 4)
+    assert horizon.tolist() == [0, 0, 0] and (figures["exact_match/4"] == 1).all(), "wrong payoffs are not trusted either"
+
+
+def test_learners_with_one_game_each_are_trusted_together():
+    x = experiment(num_envs=8, trust_exact_match=0.6)
+    w, _, _ = play(x, 8)
+    one = hop.Steps(*(f[:, :, :1] for f in w))
+    world = TrueWorld(x.env, one.prey[:, 0])
+    honest, wrong = world.predict, torch.tensor([False, True, False]).view(3, 1, 1, 1, 1)
+    world.predict = lambda *a, **k: (p := honest(*a, **k))._replace(board=torch.where(wrong, 1 - p.board, p.board))
+    alone, _ = hop.trusted_horizon(x.args, x.env.config, world, one, 1)
+    world.said.clear()
+    together, _ = hop.trusted_horizon(x.args, x.env.config, world, one, 1, pooled=True)
+    assert alone.tolist() == [1, 0, 1] and together.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("changes", "samples"), [({"trust": False}, True), ({}, False)])
@@ -1039,7 +1059,7 @@ VARIANTS = {
     },
     "no subgoals": {"subgoals": "none"},
     "periods": {"wm_period": 2, "subgoal_period": 3, "total_steps": 128, "log_every": 4},
-    "only imagined": {"ppo_real_ratio": 0.0, "inter_episode_belief": False},
+    "only imagined": {"ppo_real_ratio": 0.0, "critic_data": "mixed", "inter_episode_belief": False},
     "nothing trained": {"wm_updates": 0, "subgoal_updates": 0, "pretraining_updates": 0, "rehearsal": 0.0},
     "no hares": {"config": dataclasses.replace(CONFIG, num_hares=0, num_stags=2, permute_ids=True, steps_after_first_hunt=2)},
     "strengths": {"config": dataclasses.replace(CONFIG, strengths=(1.0, 2.0, 3.0), time_reward=-0.1)},
@@ -1155,22 +1175,42 @@ def trained(runs, tmp_path, no_pictures):
 def test_evaluation_plays_the_frozen_learners(method, seats, trained, monkeypatch):
     rollout, sums = hop.rollout, []
 
-    def watched(*args):
-        sums.append(rollout(*args)[2])
-        return None, None, sums[-1]
+    def watched(*args, **more):
+        found = rollout(*args, **more)
+        if args[6] > 1:
+            sums.append(found[2])
+        return found
 
-    monkeypatch.setattr(hop, "rollout", lambda *args: rollout(*args) if args[6] == 1 else watched(*args))
+    monkeypatch.setattr(hop, "rollout", watched)
     path = trained[method]
     found = run(path.parent / "runs", evaluate=str(path), eval_games=300, seats=seats)
     rows = list(csv.DictReader((path.parent / "evaluation.csv").open()))
     total, games = (sum(s[key] for s in sums) for key in ("return", "games"))
-    assert [row["player"] for row in rows] == seats.split(",") and int(games[0, 0]) >= 300
+    assert [row["player"] for row in rows] == seats.split(",") and (games == 512).all()  # 2 in each of 256 places
     for i, row in enumerate(rows):
         expected = float((total[:, i] / games[:, i]).mean())
         assert (
             found[f"return/player_{i}"] == pytest.approx(expected, rel=1e-5) == pytest.approx(float(row["return"]), rel=1e-5)
         )
     assert not (path.parent / "runs").exists()
+
+
+def test_nothing_is_remembered_of_players_who_are_drawn_anew():
+    flags = {"inter_episode_belief": True, "memory_discount": 0.5}
+    assert hop.memory(hop.resolved(hop.Args(**flags))) == 0.5
+    assert hop.memory(hop.resolved(hop.Args(**flags, seats="learner,mixed,random,random"))) == 0.0
+
+
+def test_short_games_do_not_count_more_often():
+    x = experiment(method="ppo", num_envs=64)
+    _, _, sums = hop.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 24, games_each=2)
+    lengths = x.carry["played"]
+    assert (sums["games"] == 128).all() and lengths.min() >= 2 and lengths.max() > 2
+
+
+def test_nobody_to_evaluate(trained):
+    with pytest.raises(ValueError, match="no learner"):
+        run("unused", evaluate=str(trained["ppo"]), seats="random,random,random")
 
 
 def test_evaluation_needs_only_the_checkpoint(trained):
@@ -1311,6 +1351,11 @@ REFUSED = [  # flags ("{...}" stands for a file), what the error must name
     ({"seats": "learner,learner,nearest_wolf"}, ["nearest_wolf"]),
     ({"seats": "learner,learner"}, ["2 seats", "3 players"]),
     ({"seats": "random,random,mixed"}, ["nobody learns"]),
+    ({"ppo_real_ratio": 0.0}, ["--ppo-real-ratio 0", "--critic-data mixed"]),
+    ({"imagination_horizon": 50}, ["--imagination-horizon 50", "--num-steps"]),
+    ({"method": "ppo", "inter_episode_belief": True}, ["--inter-episode-belief"]),
+    ({"adapt": "{checkpoint}", "adapt_steps": 30, "adapt_every": 20}, ["--adapt-steps 30", "--adapt-every 20"]),
+    ({"share_parameters": True, "config": dataclasses.replace(CONFIG, strengths=(1.0, 2.0, 3.0))}, ["--strengths"]),
     ({"resume": "{checkpoint}", "evaluate": "{checkpoint}"}, ["--resume", "--evaluate", "exclude"]),
     ({"adapt": "{checkpoint}", "evaluate": "{checkpoint}"}, ["--adapt", "--evaluate", "exclude"]),
     ({"subgoals": "oracle", "goal_dim": 2}, ["oracle", "5", "2"]),
