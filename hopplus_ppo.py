@@ -699,7 +699,7 @@ def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summ
     state = models.inference.encoder(things, walls)
     posterior = models.inference(state, summary.flatten(1, 2).float())
     goals, noise = goal_mean(args, posterior), goal_noise(args, (m, n * k), generator)
-    drawn = draw_goal(args.goal_kind, posterior, noise, 0.1)
+    drawn = draw_goal(args.goal_kind, posterior, noise, args.temperature)
     if args.subgoals == "oracle":
         goals = drawn = told.flatten(1, 2)
     features = models.moa.encoder(things, walls)
@@ -1605,9 +1605,9 @@ def read_totals(x: Experiment) -> dict[str, np.ndarray]:
         number = float(count)
         if number == 0:
             continue
-        parts = total.split([math.prod(shape) for shape in shapes.values()])
+        parts = total.cpu().split([math.prod(shape) for shape in shapes.values()])
         for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            sums[name] = sums.get(name, 0.0) + part.view(shape).cpu().numpy()
+            sums[name] = sums.get(name, 0.0) + part.view(shape).numpy()
             counts[name] = counts.get(name, 0.0) + number
         total.zero_()
         count.zero_()
@@ -1750,11 +1750,11 @@ def draw_prediction(x: Experiment, learner: int):
 
 def film(x: Experiment, path: Path, games: int = 6) -> None:
     """A GIF of the next games in the first place"""
-    frames, shown, carry = [], 0, x.carry
+    frames, shown = [], 0
     for _ in range(games * x.env.config.final_time):
         frames.append(render_rgb(x.env.config, x.env.state, x.env.episode_return))
         before = int(x.env.state.time[0])
-        rollout(x.args, x.env, x.seating, x.nets, carry, x.generator, 1)
+        rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 1)
         if int(x.env.state.time[0]) <= before:  # a new game
             frames += [render_rgb(x.env.config, x.env.final_state, x.env.final_return)] * 3
             shown += 1
@@ -1783,46 +1783,25 @@ def checked(args: Args) -> StagHuntConfig:
         if "learner" not in seats:
             raise ValueError(f"--seats {args.seats}: nobody learns")
     args = resolved(args)
-    least = {"num_seeds": 1, "total_steps": 1, "num_envs": 1, "num_steps": 1, "log_every": 1, "save_every": 1, "hidden": 1}
-    least |= {"policy_hidden": 1, "update_epochs": 1, "num_minibatches": 1, "goal_dim": 1, "num_goals": 2, "picture_every": 0}
-    least |= {
-        "subgoal_horizon": 1,
-        "subgoal_updates": 0,
-        "subgoal_period": 1,
-        "model_games": 1,
-        "wm_hidden": 1,
-        "wm_ensemble": 1,
-    }
-    least |= {
-        "wm_updates": 0,
-        "wm_period": 1,
-        "wm_batch_size": 1,
-        "pretraining_updates": 0,
-        "pretraining_games": 1,
-        "replay_rollouts": 1,
-    }
-    least |= {"imagination_horizon": 1, "eval_games": 1, "adapt_steps": 1, "adapt_repetitions": 1, "adapt_every": 1}
-    least |= {"adapt_rounds": 1, "adapt_games": 1}
-    for name, value in least.items():
-        if getattr(args, name) < value:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= {value}, not {getattr(args, name)}")
-    for name in ("learning_rate", "subgoal_learning_rate", "wm_learning_rate", "max_grad_norm", "temperature", "clip_coef"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, not {getattr(args, name)}")
-    for name in (
-        "gamma",
-        "gae_lambda",
-        "ppo_real_ratio",
-        "hindsight_eps",
-        "rehearsal",
-        "trust_exact_match",
-        "memory_discount",
+    numbers = (
+        "num_seeds total_steps num_envs num_steps log_every save_every policy_hidden hidden update_epochs num_minibatches "
+    )
+    numbers += "goal_dim subgoal_horizon subgoal_period model_games wm_hidden wm_ensemble wm_period wm_batch_size eval_games "
+    numbers += "pretraining_games replay_rollouts imagination_horizon adapt_steps adapt_repetitions adapt_every adapt_rounds "
+    numbers += "adapt_games"
+    counts = "picture_every subgoal_updates wm_updates pretraining_updates kl_coef ent_coef vf_coef imagined_weight"
+    rates = "learning_rate subgoal_learning_rate wm_learning_rate max_grad_norm temperature clip_coef"
+    parts = "gamma gae_lambda ppo_real_ratio hindsight_eps rehearsal trust_exact_match memory_discount"
+    for names, fits, what in (
+        (numbers, lambda x: 1 <= x < math.inf, "a number >= 1"),
+        (counts, lambda x: 0 <= x < math.inf, "a number >= 0"),
+        (rates, lambda x: 0 < x < math.inf, "a positive number"),
+        (parts, lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("num_goals", lambda x: x >= 2, "a number >= 2"),
     ):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 1, not {getattr(args, name)}")
-    for name in ("kl_coef", "ent_coef", "vf_coef", "imagined_weight"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be a number >= 0, not {getattr(args, name)}")
+        for name in names.split():
+            if not fits(getattr(args, name)):
+                raise ValueError(f"--{name.replace('_', '-')} must be {what}, not {getattr(args, name)}")
     if args.adapt_steps % args.adapt_every or args.adapt_steps < 4 * args.adapt_every:
         raise ValueError(
             f"--adapt-steps {args.adapt_steps} must be a multiple of --adapt-every {args.adapt_every}, and >= 4 times it"
@@ -2087,16 +2066,8 @@ def adapt(args: Args) -> dict[str, float]:
             index.append(saved_learner(source, r // n % source.num_seeds, learners[r % len(learners)]))
     changes = {"num_envs": 1, "num_steps": args.adapt_every, "replay_rollouts": rounds, "share_parameters": False}
     changes |= {"compile": False, "imagination_horizon": config.final_time, "critic_data": "mixed", "model_games": 2}
-    for name in (
-        "seed",
-        "learning_rate",
-        "update_epochs",
-        "num_minibatches",
-        "ent_coef",
-        "subgoal_learning_rate",
-        "subgoal_updates",
-    ):
-        changes[name] = getattr(args, name)
+    read = "seed learning_rate update_epochs num_minibatches ent_coef subgoal_learning_rate subgoal_updates"
+    changes |= {name: getattr(args, name) for name in read.split()}
     changed = dataclasses.replace(source, **changes)
     seating, index, curves = make_seating(kinds, 1, False, device), torch.tensor(index), {}
     for name in ("frozen", "learning"):
@@ -2108,21 +2079,18 @@ def adapt(args: Args) -> dict[str, float]:
             own = {f: value.reshape(len(sets), -1)[k].mean() for f, value in figures.items()}
             print(f"{name}, {key}: MOA " + ", ".join(f"{f} {value:.3f}" for f, value in own.items()), flush=True)
     if args.adapt_references:
-        at_random = seating._replace(
-            kinds=torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
-        )
+        at_random = torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
+        at_random = seating._replace(kinds=at_random)
         x = make_experiment(dataclasses.replace(changed, **METHODS["ppo"]), at_random, [args.seed], device)
         curves["random"], _ = meet(args, x, None, rounds, False, learners_act=False)
     last = slice(-(rounds // 4), None)
     shape = (len(sets), args.adapt_repetitions)
     scores = {name: (c[last, :, 0].sum(0) / c[last, :, 1].sum(0)).reshape(shape) for name, c in curves.items()}
-    table = {
-        name: [dict(zip(("mean", "half"), interval(row.tolist()), strict=True)) for row in x] for name, x in scores.items()
-    }
+    table = {name: [interval(row.tolist()) for row in score] for name, score in scores.items()}  # mean and half width
     if args.adapt_references:
-        table["best response"] = [{"mean": value, "half": math.nan} for value in best_responses(args, source, sets, device)]
+        table["best response"] = [(value, math.nan) for value in best_responses(args, source, sets, device)]
     write_adaptation(folder, list(sets), table, curves, shape, args)
-    return {f"{name}/{key}": row[k]["mean"] for name, row in table.items() for k, key in enumerate(sets)}
+    return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 
 def first_boards(saved: dict, index: torch.Tensor, device, count: int = 256) -> Steps:
@@ -2152,13 +2120,14 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
             for p, value in zip(policy.parameters(), weights, strict=True):
                 p.copy_(value)
 
-    def dream(horizon=x.args.imagination_horizon):
+    def dream():
         m, pool = boards.time.shape
         pick_one = torch.randint(pool, (m, args.adapt_games), generator=x.generator, device=seat.device)
         start = Steps(*(field[torch.arange(m, device=seat.device)[:, None], pick_one] for field in boards))
         remembered = (memory(x.args) * x.carry["summary"]).expand(-1, args.adapt_games, -1, -1)
+        alive = torch.ones_like(start.done)
         start = start._replace(summary=remembered, told=told.expand(-1, args.adapt_games, *told.shape[2:]))
-        return imagine(x.args, x.env, x.nets, start, torch.ones_like(start.done), horizon, x.trusted, x.generator)
+        return imagine(x.args, x.env, x.nets, start, alive, x.args.imagination_horizon, x.trusted, x.generator)
 
     def worth():
         """return of imagined games: mean and variance of the mean [M]"""
@@ -2169,12 +2138,12 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
     def play():
         return rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, x.args.num_steps, learners_act)
 
-    def learn_from(batch):
+    def study(batch=None):
+        batch = batch_of(x.args, dream(), real=False) if batch is None else batch
         improve(x.args, policy, x.optimisers["policy"], batch, x.generator)
 
-    graphs = [graphed(f, (x.generator, x.env.generator), x.args.cudagraphs) for f in (play, lambda: learn_from(
-        batch_of(x.args, dream(), real=False)), lambda: worth())]  # fmt: skip
-    play, study, worth_now = graphs
+    parts = (play, study, worth)
+    play, dream_and_study, worth = (graphed(f, (x.generator, x.env.generator), x.args.cudagraphs) for f in parts)
     for _ in tqdm(range(rounds), desc="learning" if learn else "frozen", unit="round", leave=False):
         w, c, sums = play()
         rows = torch.arange(len(seat), device=seat.device)
@@ -2190,18 +2159,18 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
             )
         use(learned)
         if boards is None:
-            learn_from(real_batch(x, w, c))
+            study(real_batch(x, w, c))
             learned = [p.detach().clone() for p in policy.parameters()]
             continue
         told.copy_(w.told[:, -1])
         horizon, _ = trusted_horizon(x.args, x.env.config, x.nets.world, w, x.args.imagination_horizon, pooled=True)
         x.trusted.copy_(horizon if x.args.trust else torch.full_like(horizon, x.args.imagination_horizon))
         for _ in range(args.adapt_rounds):
-            study()
+            dream_and_study()
         learned = [p.detach().clone() for p in policy.parameters()]
-        new, new_var = (y.clone() for y in worth_now())
+        new, new_var = (y.clone() for y in worth())
         use(came_with)
-        old, old_var = worth_now()
+        old, old_var = worth()
         better = new - old > (new_var + old_var).sqrt()
         figures |= {"imagined return": torch.where(better, new, old), "imagined return before": old, "changed": better.float()}
         use([torch.where(better.view(-1, 1, 1), a, b) for a, b in zip(learned, came_with, strict=True)])
@@ -2234,8 +2203,8 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     def normalised(name, k):
         if "best response" not in table:
             return math.nan
-        low, high = table["random"][k]["mean"], table["best response"][k]["mean"]
-        return (table[name][k]["mean"] - low) / (high - low)
+        low, high = table["random"][k][0], table["best response"][k][0]
+        return (table[name][k][0] - low) / (high - low)
 
     shown = [name for name in ("random", "frozen", "learning", "best response") if name in table]
     print(f"return of the learner over the last quarter of {args.adapt_steps} steps, {shape[1]} repetitions over the seats")
@@ -2245,7 +2214,7 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
         writer.writerow(["co_players", *(f"{name} {part}" for name in shown for part in ("mean", "half_width_95")),
                          "frozen normalised", "learning normalised"])  # fmt: skip
         for k, key in enumerate(sets):
-            cells = [(table[name][k]["mean"], table[name][k]["half"]) for name in shown]
+            cells = [table[name][k] for name in shown]
             norms = [normalised(name, k) for name in ("frozen", "learning")]
             writer.writerow([key, *(value for cell in cells for value in cell), *norms])
             texts = [f"{mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") for mean, half in cells]
