@@ -93,7 +93,7 @@ class Args:
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
     method: Literal["ppo", "ppo-omg", "hopplus"] = "hopplus"
-    """a set of the flags below: plain PPO; with subgoals; with subgoals, imagination and memory"""
+    """a set of the flags below: plain PPO; with subgoals and memory; with these and imagination"""
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = True
