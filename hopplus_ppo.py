@@ -2069,7 +2069,13 @@ def adapt(args: Args) -> dict[str, float]:
     read = "seed learning_rate update_epochs num_minibatches ent_coef subgoal_learning_rate subgoal_updates"
     changes |= {name: getattr(args, name) for name in read.split()}
     changed = dataclasses.replace(source, **changes)
-    seating, index, curves = make_seating(kinds, 1, False, device), torch.tensor(index), {}
+    seating, index, curves, best = make_seating(kinds, 1, False, device), torch.tensor(index), {}, None
+    if args.adapt_references:
+        at_random = torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
+        at_random = seating._replace(kinds=at_random)
+        x = make_experiment(dataclasses.replace(changed, **METHODS["ppo"]), at_random, [args.seed], device)
+        curves["random"], _ = meet(args, x, None, rounds, False, learners_act=False)
+        best = [(value, math.nan) for value in best_responses(args, source, sets, device)]
     for name in ("frozen", "learning"):
         x = make_experiment(changed, seating, [args.seed], device, purpose=2)
         transplant(x, saved, index)
@@ -2078,17 +2084,12 @@ def adapt(args: Args) -> dict[str, float]:
         for k, key in enumerate(sets if figures else ()):
             own = {f: value.reshape(len(sets), -1)[k].mean() for f, value in figures.items()}
             print(f"{name}, {key}: MOA " + ", ".join(f"{f} {value:.3f}" for f, value in own.items()), flush=True)
-    if args.adapt_references:
-        at_random = torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
-        at_random = seating._replace(kinds=at_random)
-        x = make_experiment(dataclasses.replace(changed, **METHODS["ppo"]), at_random, [args.seed], device)
-        curves["random"], _ = meet(args, x, None, rounds, False, learners_act=False)
     last = slice(-(rounds // 4), None)
     shape = (len(sets), args.adapt_repetitions)
     scores = {name: (c[last, :, 0].sum(0) / c[last, :, 1].sum(0)).reshape(shape) for name, c in curves.items()}
     table = {name: [interval(row.tolist()) for row in score] for name, score in scores.items()}  # mean and half width
-    if args.adapt_references:
-        table["best response"] = [(value, math.nan) for value in best_responses(args, source, sets, device)]
+    if best is not None:
+        table["best response"] = best
     write_adaptation(folder, list(sets), table, curves, shape, args)
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
