@@ -141,9 +141,10 @@ class Args:
     max_grad_norm: float = 0.5
     """clip each learner's gradient to this norm (the models': 1)"""
 
-    subgoals: Literal["inferred", "hindsight", "oracle", "none"] | None = None
+    subgoals: Literal["inferred", "hindsight", "oracle", "bayes", "none"] | None = None
     """what the policy reads about each co-player: q_phi's mean; for its updates the subgoal chosen in hindsight; which
-    player sits there; nothing (None: as the method says)"""
+    player sits there; HOP's belief, stag or hare by Bayes' rule (with --goal-kind discrete --num-goals 2); nothing (None: as
+    the method says)"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: int = 16
@@ -674,7 +675,7 @@ class Thought(NamedTuple):
 
     goals: torch.Tensor  # [M, n, K*D] for the policy
     expected: torch.Tensor  # [M, n, K, 7] log-probabilities of what each will do, by MOA
-    state: torch.Tensor  # [M, n*K, hidden] q_phi's features
+    state: torch.Tensor  # [M, n*K, hidden] q_phi's features (bayes: [M, n*K, goals * 7] what each would do to each end)
     present: torch.Tensor  # bool [M, n, K] on the board
     legal: torch.Tensor  # bool [M, n, 7] the learner's own
 
@@ -696,26 +697,60 @@ def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summ
     things, walls, legal = all_views(env, board, prey)
     m, n, k = legal.shape[0], legal.shape[1], legal.shape[2] - 1
     things, walls = things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2)
-    state = models.inference.encoder(things, walls)
-    posterior = models.inference(state, summary.flatten(1, 2).float())
+    features, clock, able = models.moa.encoder(things, walls), clock.repeat_interleave(k, 1), legal[:, :, 1:].flatten(1, 2)
+    if args.subgoals == "bayes":
+        state = acts_by_goal(args, models, features, clock, able).flatten(2)
+    else:
+        state = models.inference.encoder(things, walls)
+    posterior = believe(args, models, state, summary.flatten(1, 2).float())
     goals, noise = goal_mean(args, posterior), goal_noise(args, (m, n * k), generator)
     drawn = draw_goal(args.goal_kind, posterior, noise, args.temperature)
     if args.subgoals == "oracle":
         goals = drawn = told.flatten(1, 2)
-    features = models.moa.encoder(things, walls)
-    others = models.moa(features, clock.repeat_interleave(k, 1), drawn, legal[:, :, 1:].flatten(1, 2))
+    others = models.moa(features, clock, drawn, able)
     goals = goals.reshape(m, n, -1)[..., : 0 if args.subgoals == "none" else None]
     present = (things[..., 0] < env.config.num_cells).view(m, n, k)
     return Thought(goals, others.view(m, n, k, -1), state, present, legal[:, :, 0])
 
 
+def acts_by_goal(args: Args, models: Models, features, clock, legal) -> torch.Tensor:
+    """[M, n, goals, 7] MOA's log-probabilities of what a co-player does that pursues each of the discrete goals"""
+    m, n = clock.shape
+    each = torch.eye(args.num_goals, device=clock.device).repeat(m, n, 1)
+    repeated = (x.repeat_interleave(args.num_goals, 1) for x in (features, clock))
+    return models.moa(*repeated, each, legal.repeat_interleave(args.num_goals, 1)).view(m, n, args.num_goals, -1)
+
+
+def believe(args: Args, models: Models, state, summary) -> torch.Tensor:
+    """What is believed of each co-player's subgoal [M, n, _]: q_phi's parameters, or log-probabilities of stag and hare: how
+    well each explains what was done in this game, and how often each was pursued in those before"""
+    if args.subgoals != "bayes":
+        return models.inference(state, summary)
+    explains, pursued = summary.chunk(2, 2)
+    return (explains + (1 + pursued).log()).log_softmax(2)
+
+
+def next_game(args: Args, summary) -> torch.Tensor:
+    """What is left of summaries [..., hidden] at the start of the next game"""
+    if args.subgoals != "bayes":
+        return memory(args) * summary
+    explains, pursued = summary.chunk(2, -1)
+    belief = (explains + (1 + pursued).log()).softmax(-1)
+    return torch.cat([torch.zeros_like(explains), memory(args) * (pursued + belief)], -1)
+
+
 def remember(args: Args, env: StagHuntEnv, models: Models, thought: Thought, joint, summary, done):
     """The summaries [M, n, K, hidden] after joint action [M, n, N]: a co-player that has left adds nothing; where the game is
     over, what is left of them for the next."""
-    event = models.inference.evidence(thought.state, joint.long()[..., env.ego[1:]].flatten(1, 2)).view(summary.shape)
-    after = models.inference.decay.sigmoid()[:, :, None] * summary + event
+    if args.subgoals == "bayes":
+        acts = thought.state.view(*thought.present.shape, args.num_goals, NUM_ACTIONS)
+        done_by_each = joint.long()[..., 1:, None, None].expand(*acts.shape[:-1], 1)
+        after = summary + F.pad(acts.gather(4, done_by_each)[..., 0].clamp(min=-10), (0, args.num_goals))
+    else:
+        event = models.inference.evidence(thought.state, joint.long()[..., env.ego[1:]].flatten(1, 2)).view(summary.shape)
+        after = models.inference.decay.sigmoid()[:, :, None] * summary + event
     summary = torch.where(thought.present[..., None], after, summary)
-    return torch.where(done[..., None, None], memory(args) * summary, summary)
+    return torch.where(done[..., None, None], next_game(args, summary), summary)
 
 
 def memory(args: Args) -> float:
@@ -765,7 +800,7 @@ def new_carry(args: Args, env: StagHuntEnv, seating: Seating, generator) -> dict
     return {
         "kinds": torch.where(kinds == MIXED, drawn, kinds),
         "last_joint": torch.full((m, rows, n), STAY, device=env.device),
-        "summary": torch.zeros(m, rows, n - 1, args.hidden, device=env.device),
+        "summary": torch.zeros(m, rows, n - 1, 4 if args.subgoals == "bayes" else args.hidden, device=env.device),
         "belief": torch.zeros(env.num_envs, n, len(PLAYER_PROBS), device=env.device),
         "took": torch.zeros(env.num_envs, n, dtype=torch.int64, device=env.device),  # HUNT_STAG, HUNT_HARE or 0
         "played": torch.zeros(env.num_envs, dtype=torch.int64, device=env.device),  # games that ended
@@ -965,6 +1000,8 @@ def refresh(args: Args, env, models: Models, replay: Replay) -> None:
 def subgoal_losses(args: Args, env, nets: Nets, w: Steps, eps, generator, pretraining: bool) -> dict[str, torch.Tensor]:
     """w: windows of T steps of G games, [M, T, G, ...] -> losses [M], means over the co-players' steps that count."""
     models, config = nets.models, env.config
+    if args.subgoals == "bayes":
+        return labelled_loss(args, env, models, w)
     things, walls, legal, state, summary, _ = look_back(args, env, models, w, w.summary[:, 0].float())
     shape, summary = summary.shape[:-1], summary.flatten(1, 3)  # [M, T, G, K]; flattened: n = T*G*K samples
     clock = (w.time / config.final_time).flatten(1).repeat_interleave(shape[3], 1)
@@ -1006,6 +1043,22 @@ def subgoal_losses(args: Args, env, nets: Nets, w: Steps, eps, generator, pretra
         own = reconstruction(models.prior.reconstruct(goal)) + args.kl_coef * mean(divergence(args.goal_kind, prior))
         parts["total"] = parts["total"] + own + surprise(models.moa_state, goal)
     return parts
+
+
+def labelled_loss(args: Args, env, models: Models, w: Steps) -> dict[str, torch.Tensor]:
+    """MOA given the goal that the co-player turned out to pursue, stag or hare, where the window shows it"""
+    things, walls, legal = all_views(env, w.board.flatten(1, 2), w.prey.flatten(1, 2).long())
+    things, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in (things, walls, legal))
+    taken, clock = prey_taken(w), (w.time / env.config.final_time)[..., None].expand_as(w.left[..., 1:]).flatten(1)
+    weight = ((things[..., 0] < env.config.num_cells) & (taken.flatten(1) > 0)).view(taken.shape)
+    game = w.done.int().cumsum(1) - w.done.int()
+    same = (game[:, :, None] == game[:, None])[..., None]  # [M, t, u, G, 1]
+    weight = (weight / (same & weight[:, None]).sum(2).clamp(min=1)).flatten(1)  # each co-player's game weighs the same
+    goal = F.one_hot((taken.flatten(1) - 1).clamp(min=0), args.num_goals).float()
+    log_probs = models.moa(models.moa.encoder(things, walls), clock, goal, legal)
+    own = log_probs.gather(2, w.joint[..., 1:].flatten(1).long()[..., None])[..., 0]
+    loss = -(own * weight).sum(1) / weight.sum(1).clamp(min=1e-6)
+    return {"moa": loss, "total": loss}
 
 
 def planes_of(config: StagHuntConfig, things, walls) -> torch.Tensor:
@@ -1378,7 +1431,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
         found = train_world_model(args, nets, x.optimisers["world"], x.sources(), generator, args.wm_updates)
         figures |= {f"losses/{k}": v.unflatten(0, (-1, args.wm_ensemble)).mean(1) for k, v in found.items()}
     if train_subgoal:
-        if x.rehearsed is not None:
+        if x.rehearsed is not None and args.subgoals != "bayes":
             refresh(args, env, nets.models, x.rehearsed)
         found = train_subgoals(args, env, nets, x.optimisers["subgoals"], x.sources(), x.eps, generator, args.subgoal_updates)
         names = {"moa": "losses/moa", "total": "losses/subgoals", "grad_norm": "losses/subgoals_grad_norm"}
@@ -1826,6 +1879,12 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError("this script takes boards of up to 255 cells and games of up to 255 steps")
     if args.subgoals == "oracle" and goal_size(args) < len(PLAYER_PROBS) + 2:
         raise ValueError(f"--subgoals oracle needs subgoals of size >= {len(PLAYER_PROBS) + 2}, not {goal_size(args)}")
+    if args.subgoals == "bayes" and (args.goal_kind, args.num_goals) != ("discrete", 2):
+        raise ValueError("--subgoals bayes is a belief in stag or hare: --goal-kind discrete --num-goals 2")
+    if args.subgoals == "bayes" and args.vae_checkpoint:
+        raise ValueError(
+            "--subgoals bayes needs a MOA that knows stag and hare; that of a VAE checkpoint knows other subgoals"
+        )
     if args.imagination and config.prosocial and args.wm_head == "structured":
         raise ValueError(
             "--prosocial rewards depend on the whole board, which the structured head does not see: --wm-head pixel"
@@ -2108,24 +2167,32 @@ def first_boards(saved: dict, index: torch.Tensor, device, count: int = 256) -> 
 
 
 def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bool, learners_act=True):
-    """-> return and number of games in the learner's seat [rounds, M, 2], and how well MOA knew the others at last. A learner
-    with a world model learns from games that it imagines with what it remembers of its co-players, and acts with what it
-    has learned where that earns more, in imagination, than what it came with."""
-    policy, seat = x.nets.policy, x.seating.seat
-    came_with = [p.detach().clone() for p in policy.parameters()]
-    learned, curve, figures = [p.clone() for p in came_with], [], {}
+    """-> return and number of games in the learner's seat [rounds, M, 2], and how well MOA knew the others at last. MOA learns
+    from what is seen, and is used where it foretold the newest steps better, so far, than the MOA that the learner came
+    with (q_phi stays: what is remembered was written by it). A learner with a world model learns from games that it
+    imagines with what it remembers of its co-players, and acts with what it has learned where that earns more, in
+    imagination, than what it came with."""
+    policy, seat, models = x.nets.policy, x.seating.seat, x.nets.models
+    came_with, curve, figures = copies_of(policy), [], {}
+    learned = copies_of(policy)
     told = None if boards is None else torch.zeros_like(boards.told[:, :1])
+    if learn and models is not None and x.args.subgoal_updates:
+        models.inference.requires_grad_(False)
+        optimiser = make_optimiser(models.moa.parameters(), x.args.subgoal_learning_rate, x.env.device)
+        moa_before, moa_learned = copies_of(models.moa), copies_of(models.moa)
+        evidence = torch.zeros(len(seat), device=seat.device)
 
-    def use(weights):
+    def surprise(weights, w):
+        """mean of -log p of the co-players' newest actions [M]"""
+        use(models.moa, weights)
         with torch.no_grad():
-            for p, value in zip(policy.parameters(), weights, strict=True):
-                p.copy_(value)
+            return subgoal_losses(x.args, x.env, x.nets, w, 0.0, x.generator, False)["moa"]
 
     def dream():
         m, pool = boards.time.shape
         pick_one = torch.randint(pool, (m, args.adapt_games), generator=x.generator, device=seat.device)
         start = Steps(*(field[torch.arange(m, device=seat.device)[:, None], pick_one] for field in boards))
-        remembered = (memory(x.args) * x.carry["summary"]).expand(-1, args.adapt_games, -1, -1)
+        remembered = next_game(x.args, x.carry["summary"]).expand(-1, args.adapt_games, -1, -1)
         alive = torch.ones_like(start.done)
         start = start._replace(summary=remembered, told=told.expand(-1, args.adapt_games, *told.shape[2:]))
         return imagine(x.args, x.env, x.nets, start, alive, x.args.imagination_horizon, x.trusted, x.generator)
@@ -2149,34 +2216,59 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
         w, c, sums = play()
         rows = torch.arange(len(seat), device=seat.device)
         curve.append(torch.stack([sums["return"][rows, seat], sums["games"][rows, seat]], 1))
-        if x.nets.models is not None:
-            figures = moa_figures(w, c)
+        if models is not None:
+            figures |= moa_figures(w, c)
         if not learn:
             continue
-        if x.nets.models is not None and x.args.subgoal_updates:
+        if models is not None and x.args.subgoal_updates:
+            evidence += surprise(moa_before, w) - surprise(moa_learned, w)
             x.replay.push(w)
-            train_subgoals(
-                x.args, x.env, x.nets, x.optimisers["subgoals"], x.sources(), x.eps, x.generator, x.args.subgoal_updates
-            )
-        use(learned)
+            train_subgoals(x.args, x.env, x.nets, optimiser, x.sources(), x.eps, x.generator, x.args.subgoal_updates)
+            moa_learned, figures["MOA changed"] = copies_of(models.moa), (evidence > 0).float()
+            use(models.moa, chosen(evidence > 0, moa_learned, moa_before))
+        use(policy, learned)
         if boards is None:
             study(real_batch(x, w, c))
-            learned = [p.detach().clone() for p in policy.parameters()]
+            learned = copies_of(policy)
             continue
         told.copy_(w.told[:, -1])
         horizon, _ = trusted_horizon(x.args, x.env.config, x.nets.world, w, x.args.imagination_horizon, pooled=True)
         x.trusted.copy_(horizon if x.args.trust else torch.full_like(horizon, x.args.imagination_horizon))
         for _ in range(args.adapt_rounds):
             dream_and_study()
-        learned = [p.detach().clone() for p in policy.parameters()]
+        learned = copies_of(policy)
         new, new_var = (y.clone() for y in worth())
-        use(came_with)
+        use(policy, came_with)
         old, old_var = worth()
         better = new - old > (new_var + old_var).sqrt()
         figures |= {"imagined return": torch.where(better, new, old), "imagined return before": old, "changed": better.float()}
-        use([torch.where(better.view(-1, 1, 1), a, b) for a, b in zip(learned, came_with, strict=True)])
-    names = ("nll", "top1", "ceiling/nll", "ceiling/top1", "imagined return", "imagined return before", "changed")
+        use(policy, chosen(better, learned, came_with))
+    names = (
+        "nll",
+        "top1",
+        "ceiling/nll",
+        "ceiling/top1",
+        "MOA changed",
+        "imagined return",
+        "imagined return before",
+        "changed",
+    )
     return torch.stack(curve).cpu().numpy(), {key: figures[key].cpu().numpy() for key in names if key in figures}
+
+
+def copies_of(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def chosen(which: torch.Tensor, these: list[torch.Tensor], those: list[torch.Tensor]) -> list[torch.Tensor]:
+    """weights of M stacked networks: of `these` where which [M], else of `those`"""
+    return [torch.where(which.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(these, those, strict=True)]
+
+
+@torch.no_grad()
+def use(net: nn.Module, weights: list[torch.Tensor]) -> None:
+    for p, value in zip(net.parameters(), weights, strict=True):
+        p.copy_(value)
 
 
 def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
@@ -2207,16 +2299,17 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
         low, high = table["random"][k][0], table["best response"][k][0]
         return (table[name][k][0] - low) / (high - low)
 
-    shown = [name for name in ("random", "frozen", "learning", "best response") if name in table]
+    modes = [name for name in table if name not in ("random", "best response")]
+    shown = [name for name in ("random", *modes, "best response") if name in table]
     print(f"return of the learner over the last quarter of {args.adapt_steps} steps, {shape[1]} repetitions over the seats")
-    print("".ljust(20) + "".join(name.rjust(16) for name in shown) + "frozen norm.".rjust(15) + "learning norm.".rjust(15))
+    print("".ljust(20) + "".join(name.rjust(16) for name in shown) + "".join(f"{name} norm.".rjust(15) for name in modes))
     with open(folder / "adaptation.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["co_players", *(f"{name} {part}" for name in shown for part in ("mean", "half_width_95")),
-                         "frozen normalised", "learning normalised"])  # fmt: skip
+                         *(f"{name} normalised" for name in modes)])  # fmt: skip
         for k, key in enumerate(sets):
             cells = [table[name][k] for name in shown]
-            norms = [normalised(name, k) for name in ("frozen", "learning")]
+            norms = [normalised(name, k) for name in modes]
             writer.writerow([key, *(value for cell in cells for value in cell), *norms])
             texts = [f"{mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") for mean, half in cells]
             print(
