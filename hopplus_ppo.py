@@ -169,6 +169,8 @@ class Args:
     """keep the summary of each co-player from game to game (None: as the method says)"""
     memory_discount: float = 0.995
     """what of that summary is left at the start of the next game"""
+    forget: float = 0.1
+    """how often, in training, a learner forgets all of it after a game: else it never learns to play with strangers"""
     subgoal_learning_rate: float = 1e-3
     """q_phi and MOA: Adam's step size (in pretraining 3e-3, falling)"""
     subgoal_updates: int | None = None
@@ -776,6 +778,7 @@ class Steps(NamedTuple):
     done: torch.Tensor  # bool: the game ended with the step
     next_board: torch.Tensor  # uint8 [..., C, H, W] of the same game, also at its end
     summary: torch.Tensor  # [..., K, hidden] before the step
+    forgot: torch.Tensor  # bool: and cleared after it
     told: torch.Tensor  # [..., K, D] --subgoals oracle
 
 
@@ -864,8 +867,12 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
         found["length"] = torch.where(counts, env.final_length[:, None], 0)
         for key, x in found.items():
             sums[key] = sums.get(key, 0.0) + x.float().unflatten(0, (seating.blocks, seating.games)).sum(1)  # [S, N]
+        forgot = torch.zeros_like(over)
         if nets.models is not None:
-            carry["summary"].copy_(remember(args, env, nets.models, thought, ego, summary, over))
+            after = remember(args, env, nets.models, thought, ego, summary, over)
+            if args.forget and memory(args):
+                forgot = over & (torch.rand(over.shape, generator=generator, device=env.device) < args.forget)
+            carry["summary"].copy_(torch.where(forgot[..., None, None], 0.0, after))
         carry["last_joint"].copy_(torch.where(over[..., None], STAY, ego))
         if rule_based:
             belief = carry["belief"] + seen * present[..., None]
@@ -875,7 +882,8 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
             is_mixed = seating.kinds.repeat_interleave(seating.games, 0) == MIXED
             carry["kinds"].copy_(torch.where(is_mixed & ended, drawn, carry["kinds"]))
         steps.append((board, prey.byte(), time_now.byte(), first_hunt.short(), last.byte(), ego.byte()))
-        steps[-1] += (lay(env.seats_to_ego(reward)), lay(env.seats_to_ego(left)), over, next_board, summary.half(), told)
+        steps[-1] += (lay(env.seats_to_ego(reward)), lay(env.seats_to_ego(left)), over, next_board, summary.half())
+        steps[-1] += (forgot, told)
         choices.append((thought.goals, thought.legal, log_probs, value, thought.expected.exp(), truth, guess))
     choices = [torch.stack(x, 1) for x in zip(*choices, strict=True)]
     choices[3] = torch.cat([choices[3], value[:, None]], 1)
@@ -982,6 +990,7 @@ def look_back(args: Args, env, models: Models, w: Steps, summary):
         summaries.append(summary)
         summary = torch.where(present[:, t], decay * summary + event[:, t], summary)
         summary = torch.where(w.done[:, t, :, None, None], memory(args) * summary, summary)
+        summary = torch.where(w.forgot[:, t, :, None, None], 0.0, summary)
     return things, walls, legal, state, torch.stack(summaries, 1), summary
 
 
@@ -1844,7 +1853,7 @@ def checked(args: Args) -> StagHuntConfig:
     numbers += "adapt_games"
     counts = "picture_every subgoal_updates wm_updates pretraining_updates kl_coef ent_coef vf_coef imagined_weight"
     rates = "learning_rate subgoal_learning_rate wm_learning_rate max_grad_norm temperature clip_coef"
-    parts = "gamma gae_lambda ppo_real_ratio hindsight_eps rehearsal trust_exact_match memory_discount"
+    parts = "gamma gae_lambda ppo_real_ratio hindsight_eps rehearsal trust_exact_match memory_discount forget"
     for names, fits, what in (
         (numbers, lambda x: 1 <= x < math.inf, "a number >= 1"),
         (counts, lambda x: 0 <= x < math.inf, "a number >= 0"),
@@ -2062,6 +2071,7 @@ def evaluate(args: Args) -> dict[str, float]:
         "compile": False,
         "seed": args.seed,
         "replay_rollouts": 1,
+        "forget": 0.0,
     }
     trained = dataclasses.replace(source, **changes)
     config, names = trained.config.checked(), trained.seats.split(",")
@@ -2123,7 +2133,13 @@ def adapt(args: Args) -> dict[str, float]:
             order = seat_kinds(["learner", *players])
             kinds.append([order[(i - r) % n] for i in range(n)])  # the learner in seat r mod N
             index.append(saved_learner(source, r // n % source.num_seeds, learners[r % len(learners)]))
-    changes = {"num_envs": 1, "num_steps": args.adapt_every, "replay_rollouts": rounds, "share_parameters": False}
+    changes = {
+        "num_envs": 1,
+        "num_steps": args.adapt_every,
+        "replay_rollouts": rounds,
+        "share_parameters": False,
+        "forget": 0.0,
+    }
     changes |= {"compile": False, "imagination_horizon": config.final_time, "critic_data": "mixed", "model_games": 2}
     read = "seed learning_rate update_epochs num_minibatches ent_coef subgoal_learning_rate subgoal_updates"
     changes |= {name: getattr(args, name) for name in read.split()}
