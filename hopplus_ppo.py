@@ -2228,7 +2228,7 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
 
     parts = (play, study, worth)
     play, dream_and_study, worth = (graphed(f, (x.generator, x.env.generator), x.args.cudagraphs) for f in parts)
-    for _ in tqdm(range(rounds), desc="learning" if learn else "frozen", unit="round", leave=False):
+    for _ in tqdm(range(rounds), desc="learning" if learn else "playing", unit="round", leave=False):
         w, c, sums = play()
         rows = torch.arange(len(seat), device=seat.device)
         curve.append(torch.stack([sums["return"][rows, seat], sums["games"][rows, seat]], 1))

@@ -1311,6 +1311,35 @@ def test_only_learners_who_may_learn_change(learn):
     assert changed == learn and curve.shape == (3, 1, 2) and (curve[:, :, 1] >= 2).all()
 
 
+@pytest.mark.parametrize("better", ["before", "learned", "each"])
+def test_a_learned_moa_is_used_where_it_foretold_better(better, monkeypatch):
+    """Two learners; on the newest steps the new MOA is worse, better, or better for the second learner alone."""
+    flags = {"num_seeds": 2, "num_envs": 1, "num_steps": 8, "seats": "learner,random,nearest_hare", "subgoal_updates": 1}
+    x = experiment(method="ppo-omg", **flags)
+    moa, inference, before = x.nets.models.moa, weights(x.nets.models.inference), weights(x.nets.models.moa)
+    losses, calls, learned = hop.subgoal_losses, [], []
+
+    def judged(args, env, nets, w, eps, generator, pretraining):
+        if torch.is_grad_enabled():
+            return losses(args, env, nets, w, eps, generator, pretraining)
+        calls.append(weights(moa))
+        new = len(calls) % 2 == 0  # first the MOA that the learner came with, then the learned one
+        gain = {"before": [-1.0, -1.0], "learned": [1.0, 1.0], "each": [-1.0, 1.0]}[better]
+        return {"moa": torch.tensor([2.0, 2.0]) - new * torch.tensor(gain)}
+
+    train = hop.train_subgoals
+    monkeypatch.setattr(hop, "subgoal_losses", judged)
+    monkeypatch.setattr(hop, "train_subgoals", lambda *args: (train(*args), learned.append(weights(moa)))[0])
+    _, figures = hop.meet(x.args, x, None, 3, True)
+    used = {"before": [False, False], "learned": [True, True], "each": [False, True]}[better]
+    for ours, old, new in zip(weights(moa), before, learned[-1], strict=True):
+        assert torch.equal(ours, torch.where(torch.tensor(used).view(2, *[1] * (old.dim() - 1)), new, old))
+    assert figures["MOA changed"].tolist() == [float(u) for u in used]
+    assert all(torch.equal(a, b) for a, b in zip(inference, weights(x.nets.models.inference), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(calls[0], before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(calls[-1], learned[-2], strict=True)), "judged before it sees the steps"
+
+
 def test_first_boards_are_boards_of_real_games():
     x = experiment(rehearsed=0, replay_rollouts=3)
     x.replay.push(play(x, 8)[0])
@@ -1374,6 +1403,9 @@ REFUSED = [  # flags ("{...}" stands for a file), what the error must name
     ({"resume": "{checkpoint}", "evaluate": "{checkpoint}"}, ["--resume", "--evaluate", "exclude"]),
     ({"adapt": "{checkpoint}", "evaluate": "{checkpoint}"}, ["--adapt", "--evaluate", "exclude"]),
     ({"subgoals": "oracle", "goal_dim": 2}, ["oracle", "5", "2"]),
+    ({"subgoals": "bayes"}, ["bayes", "--goal-kind discrete", "--num-goals 2"]),
+    ({"subgoals": "bayes", "goal_kind": "discrete", "num_goals": 2, "vae_checkpoint": "{vae}"}, ["bayes", "VAE checkpoint"]),
+    ({"forget": 1.5}, ["--forget", "1.5"]),
     ({"wm_channel_weights": (1.0,) * 6}, ["--wm-channel-weights", "pixel"]),
     ({"wm_head": "pixel", "wm_channel_weights": (1.0, 2.0)}, ["6", "2"]),
     ({"config": dataclasses.replace(CONFIG, prosocial=True)}, ["--prosocial", "pixel"]),
