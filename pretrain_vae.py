@@ -151,15 +151,14 @@ class BoardEncoder(nn.Module):
         """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
         n, stags = self.config.num_players, self.config.num_stags
         row = self.lookup[self.kind, things[..., :1], things]
-        nothing = self.rows - 1
-        row = torch.cat([row, torch.full_like(row[..., :1], nothing)], 2)  # so that there is always something to compare
-        offset = self.rows * torch.arange(len(things), device=things.device).view(-1, 1, 1)
-        vectors = F.embedding(row + offset, self.table.flatten(0, 1))  # [M, B, N + P + 1, hidden]
+        nothing = torch.full_like(row[..., :1], self.rows - 1)  # among prey, so that there is always something to compare
+        players, prey = row[..., :n], torch.where(row[..., n:] == nothing, self.rows, row[..., n:])
+        row = torch.cat([players, prey[..., :stags], nothing, prey[..., stags:], nothing], 2)
+        offset = (self.rows + 1) * torch.arange(len(things), device=things.device).view(-1, 1, 1)
+        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9)  # one row more: prey that is not there never has the largest value
+        vectors = F.embedding(row + offset, table.flatten(0, 1))  # [M, B, N + P + 2, hidden]
         players = vectors[:, :, :n].sum(2)
-        absent = (row == nothing)[..., None] & (torch.arange(row.shape[2], device=row.device) < row.shape[2] - 1)[:, None]
-        prey = vectors.masked_fill(absent, -1e9)
-        stag = torch.cat([prey[:, :, n : n + stags], prey[:, :, -1:]], 2).amax(2)
-        hare = prey[:, :, n + stags :].amax(2)
+        stag, hare = vectors[:, :, n : n + stags + 1].amax(2), vectors[:, :, n + stags + 1 :].amax(2)
         if self.walls is not None:
             players = players + self.walls(walls)
         return F.relu(self.out(F.relu(self.mix(torch.cat([players, stag, hare], 2)))))
