@@ -50,7 +50,6 @@ from stag_hunt_env import (
     State,
     check_seats,
     command_line,
-    copy_state,
     pick,
     render_rgb,
     resolve_device,
@@ -71,11 +70,12 @@ SEARCH = {  # unless the method or the command line says otherwise
     **{"max_depth": 32, "search_model": "world-model", "policy_loss": "distill", "infer_in_tree": False},
 }
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
-    "cuda": {"num_envs": 256, "total_steps": 600_000, "subgoal_updates": 4, "model_games": 64}
+    "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
     | {"pretraining_updates": 800, "pretraining_games": 1024},
-    "cpu": {"num_envs": 64, "total_steps": 80_000, "subgoal_updates": 2, "model_games": 8}
+    "cpu": {"num_envs": 64, "total_steps": 150_000, "subgoal_updates": 2, "model_games": 8}
     | {"pretraining_updates": 200, "pretraining_games": 64, "num_simulations": 8, "num_trees": 1},
 }
+SHORTER = {"cuda": 600_000, "cpu": 80_000}  # total_steps of the methods that search
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
     "3 NS": (NS, NS, NS),
@@ -109,7 +109,7 @@ class Args:
     compile: bool = True
     """on a GPU: fuse the game's step and the choice within the trees with torch.compile"""
     total_steps: int | None = None
-    """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU)"""
+    """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU; methods without search 2 million and 150 000)"""
     num_envs: int | None = None
     """E, games per seed (None: 256 on a GPU, 64 on a CPU)"""
     num_steps: int = 32
@@ -237,7 +237,7 @@ class Args:
     max_depth: int | None = None
     """search: deepest a tree may grow (None: 32)"""
     search_model: Literal["env", "world-model"] | None = None
-    """search: the game's own rules, or the learned world model (None: world-model; hop: env)"""
+    """search: the game's own rules, or the learned world model, whatever its trust (None: world-model; hop: env)"""
     infer_in_tree: bool | None = None
     """search: infer the co-players' subgoals anew at every node, instead of once at the root (None: no)"""
     policy_loss: Literal["distill", "ppo"] | None = None
@@ -265,13 +265,15 @@ class Args:
     resume: str | None = None
     """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
     evaluate: str | None = None
-    """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it"""
+    """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it, the
+    flags of the search too unless they are given"""
     eval_games: int = 1000
     """--evaluate: games per seed"""
     adapt: str | None = None
     """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or the
-    seven standard sets), frozen and learning. Read besides --adapt-*: --seed, --learning-rate, --update-epochs,
-    --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates, --total-steps (best responses)"""
+    seven standard sets), see --adapt-modes. Read besides --adapt-* and the flags of the search: --seed, --learning-rate,
+    --update-epochs, --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates, --total-steps (best
+    responses)"""
     adapt_steps: int = 2400
     """--adapt: env steps with the same co-players"""
     adapt_repetitions: int = 64
@@ -991,7 +993,7 @@ def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, unifo
 def verdict(args: Args, tree: Tree, gumbel, num_trees: int):
     """The trees of a decision together -> log of the improved policy [n, A], what is played [n, A], visits [n, A], Q [n, A].
     pUCT plays the improved policy, a softmax of beta * Q (beside the policy's own logits, --search-prior); the Gumbel root
-    plays the best of the most visited actions, which is a draw from it."""
+    plays the best action by noise, logits and Q: with one tree among the most visited, with several among all."""
     visits, total, logits, _ = tree.edges[:, 0].unflatten(0, (-1, num_trees)).unbind(-2)  # [n, trees, A]
     q = completed(visits, total, logits, tree.nodes[:, 0, :1].unflatten(0, (-1, num_trees))).mean(1)
     visits, logits = visits.sum(1), logits[:, 0]
@@ -1002,8 +1004,10 @@ def verdict(args: Args, tree: Tree, gumbel, num_trees: int):
     improved = torch.where(tree.nodes[::num_trees, 0, 2:] > 0, logits, improved)  # nothing was searched
     if args.root == "puct" or args.planner == "one-step":
         return improved, improved.exp(), visits, q
-    most = torch.where(legal, visits, -1)
-    score = torch.where(most == most.amax(1, keepdim=True), gumbel[::num_trees] + logits + gain, 2 * ILLEGAL)
+    score = gumbel[::num_trees] + logits + gain
+    if num_trees == 1:  # several trees do not agree on whom they visit most
+        most = torch.where(legal, visits, -1)
+        score = torch.where(most == most.amax(1, keepdim=True), score, 2 * ILLEGAL)
     return improved, F.one_hot(score.argmax(1), score.shape[1]).to(q.dtype), visits, q
 
 
@@ -1026,18 +1030,15 @@ class Plan(NamedTuple):
 
     log_probs: torch.Tensor  # [..., 7] log of the improved policy
     played: torch.Tensor  # [..., 7] what is drawn from
-    found: torch.Tensor  # [..., 3] gain: what Q promises beyond the policy's own; KL to it; mean depth of the nodes
+    found: torch.Tensor  # [..., 3] gain: what Q promises beyond the policy's own; KL to it; mean length of a walk
     tree: Tree
 
 
-def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, marks: list | None = None) -> Plan:
-    config, trees, k = env.config, args.num_trees, env.config.num_players - 1
+def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, tick=lambda name: None) -> Plan:
+    """Searches for all M learners in all E games at once."""
+    config, trees, k, payoffs = env.config, args.num_trees, env.config.num_players - 1, list(env.config.payoffs())
     (m, games), device = known.time.shape, env.device
     simulations = NUM_ACTIONS if args.planner == "one-step" else args.num_simulations
-
-    def tick(name):
-        if marks is not None:
-            marks.append(mark(name, device))
 
     def for_trees(x):  # [M, E, ...] -> [M, n = E * trees, ...]
         return x.repeat_interleave(trees, 1)
@@ -1045,10 +1046,9 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, mark
     def by_learner(x):  # [M*n, ...] -> [M, n, ...]
         return x.unflatten(0, (m, -1))
 
-    tick("start")
     prey, told, goals, seat = (for_trees(x) for x in (known.prey, known.told, known.thought.goals, known.seat))
-    drawn = for_trees(known.told).flatten(1, 2)
-    if args.subgoals != "oracle":
+    drawn = told.flatten(1, 2)
+    if args.subgoals != "oracle" and not args.infer_in_tree:
         state = for_trees(known.thought.state.unflatten(1, (games, k))).flatten(1, 2)
         belief = believe(args, nets.models, state, for_trees(known.summary).flatten(1, 2).float())
         drawn = draw_goal(args.goal_kind, belief, goal_noise(args, belief.shape[:2], generator), args.temperature)
@@ -1061,6 +1061,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, mark
             thought = think(args, env, nets.models, board, prey, clock, summary, told, generator)
             read, legal, expected = thought.goals, thought.legal, thought.expected.exp()
             position = position._replace(state=thought.state.unflatten(1, (-1, k)).flatten(0, 1))
+            tick("subgoal")  # and MOA
         else:
             read, (legal, expected) = goals, foresee(env, nets.models, board, prey, clock, drawn)
         tick("moa")
@@ -1077,7 +1078,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, mark
             p = nets.world.predict(*copies, with_raw=False)
             after = p.board.unflatten(0, (m, members))[:, 0].flatten(0, 1)
             reward = p.reward.unflatten(0, (m, members))[:, 0].flatten()
-            reward = reward.clamp(min(config.payoffs()), max(config.payoffs()))
+            reward = reward.clamp(min(payoffs), max(payoffs))
         taken = (after[:, -2:] < position.board[:, -2:]).flatten(1).any(1)
         time_now = position.time + 1
         first_hunt = torch.where(taken & (position.first_hunt < 0), time_now, position.first_hunt)
@@ -1102,7 +1103,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, mark
     uniform = torch.rand(simulations, m * games * trees, k, generator=generator, device=device)
     gumbel = torch.rand(m * games, NUM_ACTIONS, generator=generator, device=device).clamp(1e-6, 1 - 1e-6)
     gumbel = -(-gumbel.log()).log().repeat_interleave(trees, 0)
-    scale = max(abs(payoff) for payoff in config.payoffs())
+    scale = max(abs(payoff) for payoff in payoffs) or 1.0
     with unsorted():
         tree = search(args, scale, root, gone, advance, evaluate, uniform, gumbel, halving(simulations, device), tick)
     log_probs, played, _, q = verdict(args, tree, gumbel, trees)
@@ -1111,6 +1112,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, mark
     apart = (log_probs.exp() * (log_probs - own).clamp(-50, 50)).sum(1)
     visited = tree.edges[:, :-1, 0].sum((1, 2)) / tree.edges[:, 0, 0].sum(1).clamp(min=1)  # every node on a path counts one
     found = torch.stack([gain, apart, visited.view(-1, trees).mean(1)], 1)
+    tick("backup")
     return Plan(*(x.view(m, games, -1) for x in (log_probs, played, found)), tree)
 
 
@@ -1150,12 +1152,12 @@ def halving(simulations: int, device) -> torch.Tensor:
 def unsorted():
     """On a GPU, deterministic writes sort their indices first. Here no two writes meet, except in the spare node, which
     nobody reads."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1224,6 +1226,10 @@ def rollout(
     def each(x):  # [B, ...], the same for all seats -> [M, E, ...]
         return lay(x[:, None].expand(-1, n, *x.shape[1:]))
 
+    def note(name):
+        if marks is not None and step == 0 and searches:
+            marks.append(mark(name, env.device))
+
     def others(x):  # [B, N, ...] by seat -> [M, E, K, ...] of the co-players
         return lay(env.seats_to_ego(x))[:, :, 1:]
 
@@ -1237,13 +1243,15 @@ def rollout(
             prey, summary, told = each(state.prey_position).long(), carry["summary"].clone(), nothing
             if args.subgoals == "oracle":
                 told = others(F.one_hot(carry["kinds"] - MIXED, goal_size(args)).float())
+            note("start")
             thought = think(args, env, nets.models, board, prey, clock, summary, told, generator)
+            note("subgoal")
         log_probs, value = nets.policy(nets.policy.inputs(board, clock, last, thought.goals), thought.legal)
+        note("network")
         if step == num_steps:
             break
         played, found_out = log_probs.exp(), nothing
         if searches:
-            note = marks if step == 0 else None
             now = each(state.time), each(state.first_hunt)
             known = Known(board, prey, *now, last, summary, told, thought, own_seat)
             log_probs, played, found_out, _ = plan(args, env, nets, known, generator, note)
@@ -1636,7 +1644,8 @@ def batch_of(args: Args, x: dict[str, torch.Tensor], real: bool) -> dict[str, to
 
 
 def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.Tensor], generator) -> dict[str, torch.Tensor]:
-    """PPO on samples [M, n, ...]; -> mean of every figure [M] over all minibatches"""
+    """Distillation of what was searched and PPO on the other samples [M, n, ...]; -> mean of every figure [M] over all
+    minibatches"""
     m, size = batch["weight"].shape
     learner, total, parameters = torch.arange(m, device=generator.device)[:, None], {}, list(policy.parameters())
     for _ in range(args.update_epochs):
@@ -1646,19 +1655,21 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
             x = policy.inputs(mb["board"], mb["clock"], mb["last_joint"], mb["goals"])
             log_probs, value = policy(x, mb["legal"])
             log_ratio = log_probs.gather(2, mb["action"].long()[..., None])[..., 0] - mb["log_prob"]
+            by_ppo = mb["weight"] * (mb["distilled"] == 0)
+            log_ratio = torch.where(by_ppo > 0, log_ratio, 0.0)
 
             def mean(x, weight=mb["weight"]):
                 return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
 
-            advantage = mb["advantage"] - mean(mb["advantage"])[:, None]
-            advantage = advantage / (mean(advantage.square()).sqrt()[:, None] + 1e-8)
+            advantage = mb["advantage"] - mean(mb["advantage"], by_ppo)[:, None]
+            advantage = advantage / (mean(advantage.square(), by_ppo).sqrt()[:, None] + 1e-8)
             ratio = log_ratio.exp()
             clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-            clipped = torch.maximum(-advantage * ratio, -advantage * clipped)
-            error = 0.5 * (value - mb["target"]).square()
+            ppo_loss = torch.maximum(-advantage * ratio, -advantage * clipped)
             surprise = -(mb["search_probs"] * log_probs.clamp(min=-50)).sum(2)
+            error = 0.5 * (value - mb["target"]).square()
             parts = {
-                "policy": mean(torch.where(mb["distilled"] > 0, surprise, clipped)),
+                "policy": mean(torch.where(mb["distilled"] > 0, surprise, ppo_loss)),
                 "distill": mean(surprise, mb["distilled"]),
                 "value": mean(error, mb["critic_weight"]),
                 "entropy": mean(-(log_probs.exp() * log_probs).sum(2)),
@@ -1668,7 +1679,8 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
             loss.sum().backward()
             parts["grad_norm"] = clip_per_model(parameters, args.max_grad_norm)
             optimiser.step()
-            parts |= {"approx_kl": mean(ratio - 1 - log_ratio), "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float())}
+            far = ((ratio - 1).abs() > args.clip_coef).float()
+            parts |= {"approx_kl": mean(ratio - 1 - log_ratio, by_ppo), "clipfrac": mean(far, by_ppo)}
             for name, part in (("real", mb["real"]), ("imagined", 1 - mb["real"])):
                 parts[f"value_{name}"] = mean(error, mb["weight"] * part)
             for key, x in parts.items():
@@ -1791,7 +1803,7 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
         optimisers["world"] = make_optimiser(nets.world.parameters(), args.wm_learning_rate, device)
     carry, stores = new_carry(args, env, seating, generator), [None, None]
     if nets.models is not None:
-        steps, _, _ = rollout(args, env, seating, nets, carry, generator, 1)  # only for the shapes
+        steps, _, _ = rollout(args, env, seating, nets, carry, generator, 1, learners_act=False)  # only for the shapes
         env.reset(first)
         generator.manual_seed(first + 1)
         carry = new_carry(args, env, seating, generator)
@@ -1843,7 +1855,7 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     return batch_of(args, sampled | {"search_probs": c.log_probs.exp()}, real=True)
 
 
-def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list[tuple], dict]:
+def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list[list[tuple]], dict]:
     """One iteration; nothing in it waits for the host. Its figures are added to x.totals. -> when each stage was over, and the
     samples, for pictures"""
     args, env, nets, generator = x.args, x.env, x.nets, x.generator
@@ -2248,7 +2260,7 @@ def draw_tree(x: Experiment, s: int):
     """The tree that seed s's first learner on its board grows now, and the board. Leaves the run as it is."""
     import matplotlib.pyplot as plt
 
-    env, lay, state, before = x.env, x.seating.to_learners, copy_state(x.env.state), x.generator.get_state()
+    env, lay, state, before = x.env, x.seating.to_learners, x.env.state, x.generator.get_state()
     n = env.config.num_players
 
     def each(value):
@@ -2323,6 +2335,8 @@ def resolved(args: Args) -> Args:
     """Fills in what the method and the device decide."""
     values = {"goal_kind": "continuous", "num_goals": 8, **SEARCH, **BY_DEVICE[resolve_device(args.device).type]}
     values |= METHODS[args.method]
+    if values["planner"] != "none":
+        values["total_steps"] = SHORTER[resolve_device(args.device).type]
     values["seats"] = ",".join(["learner"] * args.config.num_players)
     return dataclasses.replace(args, **{key: value for key, value in values.items() if getattr(args, key) is None})
 
@@ -2370,12 +2384,20 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError(
             "--inter-episode-belief needs subgoals, imagination or search: there is nothing to remember otherwise"
         )
+    if args.planner != "none" and args.root == "gumbel" and args.policy_loss == "ppo":
+        raise ValueError("--policy-loss ppo needs the probability of what was played, which --root gumbel does not know")
+    if args.planner != "none" and args.gamma**args.max_depth < 1e-30:
+        raise ValueError(
+            f"--gamma {args.gamma} is too small for --max-depth {args.max_depth}: returns are divided by its powers"
+        )
     if args.planner != "none" and args.subgoals == "hindsight" and args.policy_loss == "ppo":
         raise ValueError("--subgoals hindsight changes what the policy read, --policy-loss ppo must know what the search read")
     if needs_world(args) and args.share_parameters and config.strengths is not None:
         raise ValueError("--strengths with --share-parameters: one world model cannot know whose strength it is to pay for")
-    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt)) > 1:
-        raise ValueError("--resume, --evaluate and --adapt exclude each other")
+    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.profile)) > 1:
+        raise ValueError("--resume, --evaluate, --adapt and --profile exclude each other")
+    if not args.adapt_modes:
+        raise ValueError("--adapt-modes names none of frozen, search, learning and both")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
             f"{args.num_minibatches} minibatches need as many samples; a learner has {args.num_steps * args.num_envs}"
@@ -2593,9 +2615,9 @@ def load_run(args: Args, path: str) -> tuple[dict, Args]:
     try:
         saved = load_file(path, "hopplus-mcts-1", "checkpoint")
     except ValueError:
-        saved = load_file(path, "hopplus-1", "checkpoint")
+        saved = load_file(path, "hopplus-2", "checkpoint")
     source, owned = args_from({"planner": "mcts", **saved["args"]}, device=args.device), saved["tensors"]["nets"]
-    if source.search_model is None and "world" not in owned:
+    if "world" not in owned:
         source.search_model = "env"
     given = {name: getattr(args, name) for name in ("planner", *SEARCH) if getattr(args, name) is not None}
     source = resolved(dataclasses.replace(source, **given))
@@ -2638,7 +2660,8 @@ def evaluate(args: Args) -> dict[str, float]:
     print(
         f"{config.setting}, {args.evaluate}, frozen, --planner {trained.planner}; {count} games, {trained.num_seeds} seed(s)"
     )
-    with open(folder / "evaluation.csv", "w", newline="") as file:
+    title = "evaluation" if trained.planner == "none" else "evaluation_search"
+    with open(folder / f"{title}.csv", "w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["seat", "player", "return", "half_width_95", "stag_share", "hare_share"])
         for i, name in enumerate(names):
@@ -2647,7 +2670,7 @@ def evaluate(args: Args) -> dict[str, float]:
             table.writerow([i, name, mean, half, *shares])
             print(f"seat {i} {name:<14} return {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
                   + f"   stag {shares[0]:.2f} hare {shares[1]:.2f}")  # fmt: skip
-    film(x, folder / "evaluation.gif")
+    film(x, folder / f"{title}.gif")
     return {f"return/player_{i}": float(returns[:, i].mean()) for i in range(len(names))}
 
 
@@ -2667,9 +2690,13 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
 
 
 def adapt(args: Args) -> dict[str, float]:
-    """Trained learners meet the same co-players in game after game: frozen, and learning as they play. A table of the scores
-    over the last quarter of the steps, beside a random player (0) and a best response (1)."""
-    (saved, source), args = load_run(args, args.adapt), dataclasses.replace(resolved(args), seats=args.seats)
+    """Trained learners meet the same co-players in game after game: frozen, searching, learning as they play. A table of the
+    scores over the last quarter of the steps, beside a random player (0) and a best response (1)."""
+    saved, source = load_run(args, args.adapt)
+    modes = [name for name in args.adapt_modes if source.planner != "none" or name in ("frozen", "learning")]
+    if not modes:
+        raise ValueError(f"--adapt-modes {' '.join(args.adapt_modes)} with --planner none: nobody would search")
+    args = dataclasses.replace(resolved(dataclasses.replace(args, method="hopplus")), seats=args.seats, adapt_modes=modes)
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
     make_reproducible()
@@ -2750,10 +2777,11 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
         evidence = torch.zeros(len(seat), device=seat.device)
 
     def surprise(weights, w):
-        """mean of -log p of the co-players' newest actions [M]"""
+        """mean of -log p of the co-players' newest actions [M], with the same noise for all weights"""
         use(models.moa, weights)
+        generator = torch.Generator(x.env.device).manual_seed(args.seed)
         with torch.no_grad():
-            return subgoal_losses(x.args, x.env, x.nets, w, 0.0, x.generator, False)["moa"]
+            return subgoal_losses(x.args, x.env, x.nets, w, 0.0, generator, False)["moa"]
 
     def dream():
         m, pool = boards.time.shape

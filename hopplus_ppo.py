@@ -1924,7 +1924,7 @@ def main(args: Args) -> dict[str, float]:
         return adapt(dataclasses.replace(resolved(args), seats=args.seats))
     checkpoint = None
     if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-1", "checkpoint")
+        checkpoint = load_file(args.resume, "hopplus-2", "checkpoint")
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -1974,7 +1974,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-1", "args": kept, "tensors": x.tensors(), "iteration": done, "device": device.type}
+        content = {"format": "hopplus-2", "args": kept, "tensors": x.tensors(), "iteration": done, "device": device.type}
         save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
 
     bar = tqdm(initial=done * steps_each, total=iterations * steps_each, unit="step", unit_scale=True, mininterval=1)
@@ -2061,7 +2061,7 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 
 def evaluate(args: Args) -> dict[str, float]:
     """Frozen learners play in --seats; a table of returns by seat."""
-    saved = load_file(args.evaluate, "hopplus-1", "checkpoint")
+    saved = load_file(args.evaluate, "hopplus-2", "checkpoint")
     source = args_from(saved["args"])
     device, games = resolve_device(args.device), min(args.eval_games, 256)
     changes = {
@@ -2120,7 +2120,7 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
 def adapt(args: Args) -> dict[str, float]:
     """Trained learners meet the same co-players in game after game: frozen, and learning as they play. A table of the scores
     over the last quarter of the steps, beside a random player (0) and a best response (1)."""
-    saved = load_file(args.adapt, "hopplus-1", "checkpoint")
+    saved = load_file(args.adapt, "hopplus-2", "checkpoint")
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
@@ -2198,10 +2198,11 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
         evidence = torch.zeros(len(seat), device=seat.device)
 
     def surprise(weights, w):
-        """mean of -log p of the co-players' newest actions [M]"""
+        """mean of -log p of the co-players' newest actions [M], with the same noise for all weights"""
         use(models.moa, weights)
+        generator = torch.Generator(x.env.device).manual_seed(args.seed)
         with torch.no_grad():
-            return subgoal_losses(x.args, x.env, x.nets, w, 0.0, x.generator, False)["moa"]
+            return subgoal_losses(x.args, x.env, x.nets, w, 0.0, generator, False)["moa"]
 
     def dream():
         m, pool = boards.time.shape

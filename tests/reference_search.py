@@ -181,5 +181,5 @@ def verdict(settings, trees, gumbel):
     else:
         scores = {action: settings.search_prior * logits[action] + settings.q_temperature * q[action] for action in logits}
     improved = softmax(logits) if roots[0].ended else softmax(scores)
-    finalists = [action for action in logits if visits[action] == most]
+    finalists = [action for action in logits if visits[action] == most or len(roots) > 1]
     return improved, visits, q, highest({action: gumbel[action] + scores[action] for action in finalists})
