@@ -1162,6 +1162,7 @@ def test_what_was_played_by_chance_does_not_disturb_distillation(monkeypatch):
     hop.iterate(x, True, True)
     batch = seen[0]
     rare = batch | {"log_prob": torch.where(batch["distilled"] > 0, -200.0, batch["log_prob"])}
+    rare["advantage"] = torch.where(batch["distilled"] > 0, 100.0, batch["advantage"])  # nor does PPO's normalisation see it
     (ours, losses), (theirs, _) = (improved(x, b, num_minibatches=1, update_epochs=1)[:2] for b in (rare, batch))
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert all(value.isfinite().all() for value in losses.values()) and losses["approx_kl"].abs().max() < 1
