@@ -11,3 +11,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tiny tensors are handled faster by one."""
+    before, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(deterministic)

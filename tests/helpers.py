@@ -1,13 +1,15 @@
 """Between the batched tensors and the plain-Python game, and a chi-square test."""
 
 import copy
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import reference_game as reference
 import torch
 
-from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, State, sample, seat_probs
+from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, StagHuntFlags, State, sample, seat_probs
 
 
 def games_of(state):
@@ -117,3 +119,20 @@ def replay(config, games):
             before = copy.deepcopy(game)
             rewards, acted, done = reference.step(config, game, actions)
             yield number, t, before, actions, rewards, acted, done, copy.deepcopy(game)
+
+
+TINY_CONFIG = StagHuntFlags(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+TINY = {  # flags of hopplus_ppo.py and hopplus_mcts.py for runs of a second
+    **{"device": "cpu", "seats": "learner,learner,learner", "num_envs": 4, "num_steps": 8, "total_steps": 64, "log_every": 1},
+    **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "save_every": 2},
+    **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
+    **{"replay_rollouts": 2, "imagination_horizon": 4, "trust_exact_match": 0.0, "compile": False, "config": TINY_CONFIG},
+}
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]

@@ -8,10 +8,11 @@ import math
 import re
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import PRETRAINING_CASES, mixed_actions, random_kinds, seeded
+from helpers import PRETRAINING_CASES, lines_of, mixed_actions, random_kinds, seeded, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -21,24 +22,10 @@ import pretrain_world_model as wm
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, STAY, StagHuntEnv, StagHuntFlags, State, copy_state
 
 CPU = torch.device("cpu")
-CONFIG = StagHuntFlags(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+CONFIG = helpers.TINY_CONFIG
 LEARNERS = "learner,learner,learner"
-TINY = {
-    **{"device": "cpu", "seats": LEARNERS, "num_envs": 4, "num_steps": 8, "total_steps": 64, "log_every": 1, "save_every": 2},
-    **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "num_goals": 5},
-    **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
-    **{"replay_rollouts": 2, "imagination_horizon": 4, "trust_exact_match": 0.0, "compile": False, "config": CONFIG},
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors are handled faster by one."""
-    before, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(deterministic)
+TINY = {**helpers.TINY, "num_goals": 5}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -978,14 +965,6 @@ TAGS["hopplus"] = TAGS["ppo-omg"] | {
     *("wm/horizon", "losses/world_model", "imagined/reward_mean", "imagined/return_std", "imagined/value_mean"),
     *("losses/value_imagined", "audit/imagined_samples/learner_0", "time/imagine"),
 }
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(lines):
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
 
 
 def undefined(figures):

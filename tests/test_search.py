@@ -5,18 +5,28 @@ import csv
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import random
 import re
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import reference_game
 import reference_search as reference
 import torch
-from helpers import PRETRAINING_CASES, assert_same, games_of, mixed_actions, random_kinds, seeded, state_of
+from helpers import (
+    PRETRAINING_CASES,
+    assert_same,
+    games_of,
+    lines_of,
+    mixed_actions,
+    random_kinds,
+    seeded,
+    state_of,
+    without_times,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,25 +35,10 @@ import hopplus_ppo as ppo
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, NUM_ACTIONS, RIGHT, STAY, StagHuntConfig, StagHuntEnv, StagHuntFlags, State
 
 CPU = torch.device("cpu")
-CONFIG = StagHuntFlags(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+CONFIG = helpers.TINY_CONFIG
 LEARNERS = "learner,learner,learner"
-TINY = {
-    **{"device": "cpu", "seats": LEARNERS, "num_envs": 4, "num_steps": 8, "total_steps": 64, "log_every": 1, "save_every": 2},
-    **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "method": "hopplus-mcts"},
-    **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
-    **{"replay_rollouts": 2, "imagination_horizon": 4, "trust_exact_match": 0.0, "compile": False, "config": CONFIG},
-    **{"num_simulations": 6, "num_trees": 2},
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors are handled faster by one."""
-    before, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(deterministic)
+TINY = {**helpers.TINY, "method": "hopplus-mcts", "num_simulations": 6, "num_trees": 2}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def args_of(**changes):
@@ -1170,14 +1165,6 @@ def test_what_was_played_by_chance_does_not_disturb_distillation(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From end to end
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(lines):
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
 
 
 def run(run_dir, script=hop, **changes):
