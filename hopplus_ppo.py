@@ -20,8 +20,10 @@ Axes: S seeds, E games per learner, B = S*E games, N seats, M learners, T steps,
 co-players. What a learner reads or predicts about players is in its ego order. `docs/hopplus_ppo.md` explains every metric.
 """
 
+import contextlib
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -97,7 +99,9 @@ class Args:
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = True
-    """on a GPU: fuse the game's step with torch.compile"""
+    """on a GPU: fuse the game's step and PPO's loss with torch.compile"""
+    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
+    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
     """env steps per seed (None: 2 million on a GPU, 150 000 on a CPU)"""
     num_envs: int | None = None
@@ -263,8 +267,13 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter((2 * torch.stack(draws) - 1) * bound)  # [M, in, out]
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
-    def forward(self, x):  # [M, ..., in] -> [M, ..., out]
-        return torch.baddbmm(self.bias, x.flatten(1, -2), self.weight).view(*x.shape[:-1], -1)
+    def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
+        rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
+            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
+            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
+            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
+        return (rows @ weight + bias).view(*x.shape[:-1], -1)
 
 
 class BoardEncoder(nn.Module):
@@ -277,14 +286,15 @@ class BoardEncoder(nn.Module):
         n, cells, spots = config.num_players, config.num_cells, (2 * config.height - 1) * (2 * config.width - 1)
         row, column = np.divmod(np.arange(cells), config.width)
         spot = (row - row[:, None] + config.height - 1) * (2 * config.width - 1) + column - column[:, None] + config.width - 1
-        lookup = np.full((n + 2, cells + 1, cells + 1), -1)  # [kind, own cell, its cell] -> row of the table
+        self.rows = spots * (n + 2) + cells + 1  # the last row stands for things that are not there
+        lookup = np.full((n + 2, cells + 1, cells + 1), self.rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its place on the board
-        self.rows = spots * (n + 2) + cells + 1  # the last row stands for things that are not there
-        lookup[lookup < 0] = self.rows - 1
-        self.kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
+        lookup[n:][lookup[n:] == self.rows - 1] = self.rows  # one row more: prey that is not there never has the largest value
+        kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("kind", torch.tensor(self.kinds), persistent=False)
+        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
+        self.register_buffer("first", (self.rows + 1) * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
         self.table = nn.Parameter(torch.stack([0.1 * torch.randn(self.rows, hidden, generator=g) for g in generators]))
         self.walls = StackedLinear(generators, cells, hidden) if config.max_wall_pieces else None
         self.mix = StackedLinear(generators, 3 * hidden, hidden, math.sqrt(2))
@@ -292,19 +302,23 @@ class BoardEncoder(nn.Module):
 
     def forward(self, things, walls):
         """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
-        n, stags = self.config.num_players, self.config.num_stags
-        row = self.lookup[self.kind, things[..., :1], things]
-        nothing = torch.full_like(row[..., :1], self.rows - 1)  # among prey, so that there is always something to compare
-        players, prey = row[..., :n], torch.where(row[..., n:] == nothing, self.rows, row[..., n:])
-        row = torch.cat([players, prey[..., :stags], nothing, prey[..., stags:], nothing], 2)
-        offset = (self.rows + 1) * torch.arange(len(things), device=things.device).view(-1, 1, 1)
-        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9)  # one row more: prey that is not there never has the largest value
-        vectors = F.embedding(row + offset, table.flatten(0, 1))  # [M, B, N + P + 2, hidden]
-        players = vectors[:, :, :n].sum(2)
-        stag, hare = vectors[:, :, n : n + stags + 1].amax(2), vectors[:, :, n + stags + 1 :].amax(2)
+        config, nothing = self.config, self.table[:, -1:]
+        row = self.lookup[self.kind, things[..., :1], things] + self.first[: len(things)]
+        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9).flatten(0, 1)
+
+        def look(row, mode):  # [M, B, some] -> [M, B, hidden]
+            if row.shape[2] == 0:
+                return nothing.expand(-1, row.shape[1], -1)
+            if row.is_cuda and not torch.is_grad_enabled():  # the same in one kernel
+                return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
+            vectors = F.embedding(row, table)
+            return vectors.sum(2) if mode == "sum" else vectors.amax(2)
+
+        players, stags, hares = row.split([config.num_players, config.num_stags, config.num_hares], 2)
+        seen = [look(players, "sum"), *(torch.maximum(look(prey, "max"), nothing) for prey in (stags, hares))]
         if self.walls is not None:
-            players = players + self.walls(walls)
-        return F.relu(self.out(F.relu(self.mix(torch.cat([players, stag, hare], 2)))))
+            seen[0] = seen[0] + self.walls(walls)
+        return F.relu(self.out(F.relu(self.mix(torch.cat(seen, 2)))))
 
 
 class SubgoalPrior(nn.Module):
@@ -569,32 +583,34 @@ def make_world_model(args: Args, config: StagHuntConfig, num_models: int, seeds:
 class ActorCritic(nn.Module):
     """pi(a | own board, clock, last joint action, subgoals of the co-players) and V of the same."""
 
-    def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int, goal_inputs: int):
+    def __init__(self, config: StagHuntConfig, generators, hidden: int, goal_inputs: int, precision=torch.float32):
         super().__init__()
+        self.register_buffer("one_hot", torch.eye(NUM_ACTIONS, dtype=precision), persistent=False)
         inputs = math.prod(config.observation_shape) + 1 + NUM_ACTIONS * config.num_players + goal_inputs
+        self.padding = -inputs % 8  # GPUs multiply matrices faster whose rows begin at multiples of 32 bytes
         self.actor, self.critic = nn.ModuleList(), nn.ModuleList()
         for layers, outputs, gain in ((self.actor, NUM_ACTIONS, 0.01), (self.critic, 1, 1.0)):
-            layers.append(StackedLinear(generators, inputs, hidden, math.sqrt(2)))
+            layers.append(StackedLinear(generators, inputs + self.padding, hidden, math.sqrt(2)))
             layers.append(StackedLinear(generators, hidden, hidden, math.sqrt(2)))
             layers.append(StackedLinear(generators, hidden, outputs, gain))
 
-    @staticmethod
-    def inputs(board, clock, last_joint, goals):
+    def inputs(self, board, clock, last_joint, goals):
         """uint8 [M, n, C, H, W], [M, n], [M, n, N], [M, n, K*D] -> [M, n, inputs]"""
-        acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2)
-        return torch.cat([board.flatten(2).float(), clock[..., None], acts.float(), goals], 2)
+        acts = self.one_hot[last_joint.int()].flatten(2)
+        nothing = acts.new_zeros(()).expand(*acts.shape[:2], self.padding)
+        return torch.cat([x.to(acts.dtype) for x in (nothing, board.flatten(2), clock[..., None], acts, goals)], 2)
 
     def value(self, x):
         for layer in self.critic[:-1]:
-            x = layer(x).tanh()
-        return self.critic[-1](x).squeeze(-1)
+            x = F.relu(layer(x))
+        return self.critic[-1](x).squeeze(-1).float()
 
     def forward(self, x, legal):
         """-> log-probabilities [M, n, 7], values [M, n]"""
         value = self.value(x)
         for layer in self.actor[:-1]:
-            x = layer(x).tanh()
-        return self.actor[-1](x).masked_fill(~legal, -1e9).log_softmax(-1), value
+            x = F.relu(layer(x))
+        return self.actor[-1](x).float().masked_fill(~legal, -1e9).log_softmax(-1), value
 
 
 class Nets(NamedTuple):
@@ -617,20 +633,29 @@ class Seating(NamedTuple):
     block: torch.Tensor  # [learner seats of all blocks] which block
     seat: torch.Tensor  # and which seat
     kinds: torch.Tensor  # [S, N] number in PLAYER_PROBS, LEARNER or MIXED
+    place: torch.Tensor  # [S, N] which of the learner seats, 0 where no learner sits
     share: bool  # the learners of a block are one
     rule_based: bool  # somebody is no learner
     mixed: bool  # somebody is drawn anew for each game
 
     def to_learners(self, x):
         """[S*E, N, ...] -> [M, E, ...] (shared: E is the games of all seats, seat by seat)"""
-        x = x.unflatten(0, (self.blocks, self.games))[self.block, :, self.seat]
+        x = x.unflatten(0, (self.blocks, self.games)).movedim(2, 1)  # [S, N, E, ...]
+        x = x[self.block, self.seat] if self.rule_based else x.flatten(0, 1)
+        return x.unflatten(0, (self.blocks, -1)).flatten(1, 2) if self.share else x
+
+    def each(self, x):
+        """[S*E, ...], the same for all seats -> [M, E, ...]"""
+        x = x.unflatten(0, (self.blocks, self.games))[self.block]
         return x.unflatten(0, (self.blocks, -1)).flatten(1, 2) if self.share else x
 
     def to_seats(self, x, others):
         """[M, E, ...] -> [S*E, N, ...], with `others` where no learner sits"""
-        out = others.unflatten(0, (self.blocks, self.games)).clone()
-        out[self.block, :, self.seat] = x.reshape(len(self.seat), self.games, *x.shape[2:])
-        return out.flatten(0, 1)
+        x = x.reshape(len(self.seat), self.games, *x.shape[2:])
+        if not self.rule_based:
+            return x.unflatten(0, (self.blocks, -1)).movedim(1, 2).flatten(0, 1)
+        learns = (self.kinds == LEARNER).repeat_interleave(self.games, 0)
+        return torch.where(learns.view(*learns.shape, *[1] * (x.dim() - 2)), x[self.place].movedim(1, 2).flatten(0, 1), others)
 
 
 LEARNER, MIXED = -1, -2
@@ -643,8 +668,9 @@ def seat_kinds(names: list[str]) -> list[int]:
 def make_seating(kinds: list[list[int]], games: int, share: bool, device) -> Seating:
     table = torch.tensor(kinds, device=device)
     block, seat = (table == LEARNER).nonzero(as_tuple=True)
-    found = {kind for row in kinds for kind in row}
-    return Seating(len(kinds), games, block, seat, table, share, found != {LEARNER}, MIXED in found)
+    found, learns = {kind for row in kinds for kind in row}, (table == LEARNER).flatten()
+    place = torch.where(learns, learns.cumsum(0) - 1, 0).view(table.shape)
+    return Seating(len(kinds), games, block, seat, table, place, share, found != {LEARNER}, MIXED in found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -784,6 +810,7 @@ class Steps(NamedTuple):
 class Choices(NamedTuple):
     """What the learners thought meanwhile, [M, T, E, ...]"""
 
+    inputs: torch.Tensor  # of the policy
     goals: torch.Tensor
     legal: torch.Tensor
     log_probs: torch.Tensor  # [..., 7]
@@ -813,17 +840,15 @@ def new_carry(args: Args, env: StagHuntEnv, seating: Seating, generator) -> dict
 def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, learners_act=True, games_each=math.inf):
     """-> Steps, Choices and sums over the finished games per block and seat (only the first `games_each` of each place, so
     that short games do not count more often). Without learners_act they only watch."""
-    n, lay, steps, choices, sums = env.config.num_players, seating.to_learners, [], [], {}
+    lay, each, games, steps, choices = seating.to_learners, seating.each, [], [], []
     rule_based, obs = seating.rule_based or not learners_act, env.observe(env.state)
-
-    def each(x):  # [B, ...], the same for all seats -> [M, E, ...]
-        return lay(x[:, None].expand(-1, n, *x.shape[1:]))
 
     def others(x):  # [B, N, ...] by seat -> [M, E, K, ...] of the co-players
         return lay(env.seats_to_ego(x))[:, :, 1:]
 
     for step in range(num_steps + 1):
-        state, board, clock, last = env.state, lay(obs), each(env.clock(env.state)), carry["last_joint"].clone()
+        state, board, time_now, last = env.state, lay(obs), each(env.state.time), carry["last_joint"].clone()
+        clock = time_now / env.config.final_time
         nothing = clock[..., None][..., :0]  # where a module is off
         if nets.models is None:
             prey = summary = told = nothing
@@ -833,19 +858,19 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
             if args.subgoals == "oracle":
                 told = others(F.one_hot(carry["kinds"] - MIXED, goal_size(args)).float())
             thought = think(args, env, nets.models, board, prey, clock, summary, told, generator)
-        log_probs, value = nets.policy(nets.policy.inputs(board, clock, last, thought.goals), thought.legal)
+        inputs = nets.policy.inputs(board, clock, last, thought.goals)
+        log_probs, value = nets.policy(inputs, thought.legal)
         if step == num_steps:
             break
-        probs = clock.new_zeros(env.num_envs, n, NUM_ACTIONS)
+        probs = truth = guess = nothing
         if rule_based:
             table = torch.stack([player(env, state, ALL_SEATS) for player in PLAYER_PROBS.values()], 2)  # [B, N, kinds, 7]
             kind = carry["kinds"].clamp(min=0)[..., None, None].expand(-1, -1, 1, NUM_ACTIONS)
             probs, bayes = table.gather(2, kind)[:, :, 0], (carry["belief"].softmax(2)[..., None] * table).sum(2)
         if learners_act:
             probs = seating.to_seats(log_probs.exp(), probs)
-        actions = sample(probs, generator)
-        ego, time_now, first_hunt = lay(env.seats_to_ego(actions)), each(state.time), each(state.first_hunt)
-        truth = guess = nothing
+        actions, first_hunt = sample(probs, generator), each(state.first_hunt)
+        ego = lay(env.seats_to_ego(actions))
         if nets.models is not None:
             truth = guess = others(probs)
         if rule_based:
@@ -853,24 +878,16 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
             guess = others(torch.where(is_learner, probs, bayes))
             seen = table.gather(3, actions[..., None, None].expand(-1, -1, table.shape[2], 1))[..., 0].clamp(min=1e-9).log()
         obs, reward, present, done = env.step(actions)
-        ended, over, next_board = done[:, None], each(done), nothing
+        ended, over, next_board, forgot = done[:, None], each(done), nothing, nothing
         if nets.world is not None:
             next_board = lay(torch.where(done.view(-1, 1, 1, 1, 1), env.final_observation(), obs))
         left = present & ~torch.where(ended, env.final_state.present, env.state.present)
         took = torch.where(left, actions, carry["took"])
         carry["took"].copy_(torch.where(ended, 0, took))
-        counts = (done & (carry["played"] < games_each))[:, None].expand_as(left)
-        carry["played"].add_(done)
-        found = {"games": counts, "return": torch.where(counts, env.final_return, 0)}
-        found |= {"stag": counts & (took == HUNT_STAG), "hare": counts & (took == HUNT_HARE)}
-        found["length"] = torch.where(counts, env.final_length[:, None], 0)
-        for key, x in found.items():
-            sums[key] = sums.get(key, 0.0) + x.float().unflatten(0, (seating.blocks, seating.games)).sum(1)  # [S, N]
-        forgot = torch.zeros_like(over)
         if nets.models is not None:
             after = remember(args, env, nets.models, thought, ego, summary, over)
-            if args.forget and memory(args):
-                forgot = over & (torch.rand(over.shape, generator=generator, device=env.device) < args.forget)
+            chance = args.forget if memory(args) else 0.0
+            forgot = over & (torch.rand(over.shape, generator=generator, device=env.device) < chance)
             carry["summary"].copy_(torch.where(forgot[..., None, None], 0.0, after))
         carry["last_joint"].copy_(torch.where(over[..., None], STAY, ego))
         if rule_based:
@@ -880,13 +897,21 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
             drawn = torch.randint(len(PLAYER_PROBS), left.shape, generator=generator, device=env.device)
             is_mixed = seating.kinds.repeat_interleave(seating.games, 0) == MIXED
             carry["kinds"].copy_(torch.where(is_mixed & ended, drawn, carry["kinds"]))
+        games.append((reward, left, took, env.final_return.clone(), env.final_length[:, None].expand_as(left).clone(), done))
         steps.append((board, prey.byte(), time_now.byte(), first_hunt.short(), last.byte(), ego.byte()))
-        steps[-1] += (lay(env.seats_to_ego(reward)), lay(env.seats_to_ego(left)), over, next_board, summary.half())
-        steps[-1] += (forgot, told)
-        choices.append((thought.goals, thought.legal, log_probs, value, thought.expected.exp(), truth, guess))
-    choices = [torch.stack(x, 1) for x in zip(*choices, strict=True)]
-    choices[3] = torch.cat([choices[3], value[:, None]], 1)
-    return Steps(*(torch.stack(x, 1) for x in zip(*steps, strict=True))), Choices(*choices), sums
+        steps[-1] += (over, next_board, summary.half(), forgot, told)
+        choices.append((inputs, thought.goals, thought.legal, log_probs, value, thought.expected.exp(), truth, guess))
+    reward, left, took, total, length, done = (torch.stack(x, -1) for x in zip(*games, strict=True))  # [B, N, T], done [B, T]
+    number = carry["played"][:, None] + done.cumsum(1)
+    carry["played"].copy_(number[:, -1])
+    counts = (done & (number <= games_each))[:, None].expand_as(left)
+    found = {"games": counts, "return": counts * total, "length": counts * length}
+    found |= {"stag": counts & (took == HUNT_STAG), "hare": counts & (took == HUNT_HARE)}
+    sums = {key: x.float().unflatten(0, (seating.blocks, -1)).sum((1, 3)) for key, x in found.items()}  # [S, N]
+    reward, left = (lay(env.seats_to_ego(x)).movedim(3, 1) for x in (reward, left))  # [M, T, E, N]
+    choices, steps = ([torch.stack(x, 1) for x in zip(*many, strict=True)] for many in (choices, steps))
+    choices[4] = torch.cat([choices[4], value[:, None]], 1)
+    return Steps(*steps[:6], reward, left, *steps[6:]), Choices(*choices), sums
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -984,12 +1009,12 @@ def look_back(args: Args, env, models: Models, w: Steps, summary):
     event = models.inference.evidence(state, w.joint.long()[..., env.ego[1:]].flatten(1, 3))
     event = event.view(*w.done.shape, *summary.shape[2:])
     present = (things[..., 0] < env.config.num_cells).view(event.shape[:-1])[..., None]
-    decay, summaries = models.inference.decay.sigmoid()[:, :, None], []
+    left = torch.where(w.done, memory(args), 1.0).masked_fill(w.forgot, 0.0)[..., None, None]  # after the step's end
+    keep = torch.where(present, models.inference.decay.sigmoid()[:, :, None, None], 1.0) * left
+    add, summaries = torch.where(present, event, 0.0) * left, []
     for t in range(w.done.shape[1]):
         summaries.append(summary)
-        summary = torch.where(present[:, t], decay * summary + event[:, t], summary)
-        summary = torch.where(w.done[:, t, :, None, None], memory(args) * summary, summary)
-        summary = torch.where(w.forgot[:, t, :, None, None], 0.0, summary)
+        summary = torch.addcmul(add[:, t], keep[:, t], summary)
     return things, walls, legal, state, torch.stack(summaries, 1), summary
 
 
@@ -1085,7 +1110,8 @@ def train_subgoals(args: Args, env, nets, optimiser, sources: Sources, eps, gene
         w = sample_windows(sources, args.model_games, generator)
         parts = subgoal_losses(args, env, nets, w, eps, generator, pretraining)
         optimiser.zero_grad(set_to_none=True)
-        parts["total"].sum().backward()
+        with in_order():
+            parts["total"].sum().backward()
         used = [p for p in parameters if p.grad is not None]
         parts["grad_norm"] = clip_per_model(used, 1.0)
         optimiser.step()
@@ -1164,7 +1190,8 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
     for step in range(horizon + 1):
         clock = time_now / config.final_time
         thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator)
-        log_probs, value = nets.policy(nets.policy.inputs(board, clock, last, thought.goals), thought.legal)
+        inputs = nets.policy.inputs(board, clock, last, thought.goals)
+        log_probs, value = nets.policy(inputs, thought.legal)
         if step == horizon:
             break
         alive = alive & (step < trusted)[:, None]
@@ -1184,9 +1211,9 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
         ended = (time_now >= config.final_time) | (after[:, :, needed].flatten(2).amax(2) == 0)
         if config.steps_after_first_hunt is not None:
             ended |= (first_hunt >= 0) & (time_now - first_hunt >= config.steps_after_first_hunt)
-        sampled = {"board": board, "clock": clock, "last_joint": last.byte(), "goals": thought.goals, "legal": thought.legal}
-        sampled |= {"action": own, "log_prob": log_probs.gather(2, own[..., None])[..., 0], "value": value, "reward": reward}
-        found.append(sampled | {"ended": ended, "alive": alive})
+        sampled = {"inputs": inputs, "legal": thought.legal, "action": own, "value": value, "reward": reward}
+        sampled |= {"log_prob": log_probs.gather(2, own[..., None])[..., 0], "ended": ended, "alive": alive}
+        found.append(sampled)
         summary = remember(args, env, nets.models, thought, joint, summary, torch.zeros_like(ended))
         board, last, alive = after, joint, alive & ~ended
     result = {key: torch.stack([x[key] for x in found], 1) for key in found[0]}
@@ -1212,51 +1239,65 @@ def advantages(args: Args, reward, value, ended, alive) -> torch.Tensor:
 
 def batch_of(args: Args, x: dict[str, torch.Tensor], real: bool) -> dict[str, torch.Tensor]:
     """[M, T, E, ...] -> [M, T*E, ...] with advantages, targets and weights"""
-    x = dict(x)
     advantage = advantages(args, x["reward"], x["value"], x["ended"], x["alive"])
-    x |= {"value": x["value"][:, :-1], "advantage": advantage, "target": advantage + x["value"][:, :-1]}
-    x["weight"] = x["alive"].float() * (1.0 if real else args.imagined_weight)
-    x["critic_weight"] = x["weight"] * float(real or args.critic_data == "mixed")
-    x["real"] = torch.full_like(x["weight"], float(real))
-    return {key: value.flatten(1, 2) for key, value in x.items()}
+    kept = {key: x[key] for key in ("inputs", "legal", "action", "log_prob", "reward")} | {"value": x["value"][:, :-1]}
+    kept |= {"advantage": advantage, "target": advantage + kept["value"]}
+    kept["weight"] = x["alive"].float() * (1.0 if real else args.imagined_weight)
+    kept["critic_weight"] = kept["weight"] * float(real or args.critic_data == "mixed")
+    kept["real"] = torch.full_like(kept["weight"], float(real))
+    return {key: value.flatten(1, 2) for key, value in kept.items()}
+
+
+NUMBERS = ("action", "log_prob", "advantage", "target", "weight", "critic_weight", "real")
 
 
 def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.Tensor], generator) -> dict[str, torch.Tensor]:
-    """PPO on samples [M, n, ...]; -> mean of every figure [M] over all minibatches"""
-    m, size = batch["weight"].shape
-    learner, total, parameters = torch.arange(m, device=generator.device)[:, None], {}, list(policy.parameters())
+    """PPO on samples [M, n, ...], which all learners read in the same random order; -> mean of every figure [M] over all
+    minibatches"""
+    parameters, totals = list(policy.parameters()), 0.0
+    loss_of = compiled(ppo_loss) if args.compile and generator.device.type == "cuda" else ppo_loss
+    samples = batch["inputs"], batch["legal"], torch.stack([batch[key].float() for key in NUMBERS], 2)
     for _ in range(args.update_epochs):
-        order = torch.rand(m, size, generator=generator, device=generator.device).argsort(1)
-        for index in order.tensor_split(args.num_minibatches, 1):
-            mb = {key: x[learner, index] for key, x in batch.items()}
-            x = policy.inputs(mb["board"], mb["clock"], mb["last_joint"], mb["goals"])
-            log_probs, value = policy(x, mb["legal"])
-            log_ratio = log_probs.gather(2, mb["action"].long()[..., None])[..., 0] - mb["log_prob"]
-
-            def mean(x, weight=mb["weight"]):
-                return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-            advantage = mb["advantage"] - mean(mb["advantage"])[:, None]
-            advantage = advantage / (mean(advantage.square()).sqrt()[:, None] + 1e-8)
-            ratio = log_ratio.exp()
-            clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-            error = 0.5 * (value - mb["target"]).square()
-            parts = {
-                "policy": mean(torch.maximum(-advantage * ratio, -advantage * clipped)),
-                "value": mean(error, mb["critic_weight"]),
-                "entropy": mean(-(log_probs.exp() * log_probs).sum(2)),
-            }
-            loss = parts["policy"] + args.vf_coef * parts["value"] - args.ent_coef * parts["entropy"]
+        order = torch.rand(samples[0].shape[1], generator=generator, device=generator.device).argsort()
+        for index in order.tensor_split(args.num_minibatches):
+            loss, parts = loss_of(args, policy, *(x.index_select(1, index) for x in samples))
             optimiser.zero_grad(set_to_none=True)
-            loss.sum().backward()
+            loss.backward()
             parts["grad_norm"] = clip_per_model(parameters, args.max_grad_norm)
             optimiser.step()
-            parts |= {"approx_kl": mean(ratio - 1 - log_ratio), "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float())}
-            for name, part in (("real", mb["real"]), ("imagined", 1 - mb["real"])):
-                parts[f"value_{name}"] = mean(error, mb["weight"] * part)
-            for key, x in parts.items():
-                total[key] = total.get(key, 0.0) + x.detach() / (args.update_epochs * args.num_minibatches)
-    return total
+            totals = totals + torch.stack(list(parts.values()))
+    return dict(zip(parts, totals / (args.update_epochs * args.num_minibatches), strict=True))
+
+
+def ppo_loss(args: Args, policy: ActorCritic, inputs, legal, numbers) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-> the sum of all learners' losses, and its parts [M]"""
+    mb, (log_probs, value) = dict(zip(NUMBERS, numbers.unbind(2), strict=True)), policy(inputs, legal)
+    log_ratio = log_probs.gather(2, mb["action"].long()[..., None])[..., 0] - mb["log_prob"]
+
+    def share(weight):
+        return weight / weight.sum(1, keepdim=True).clamp(min=1)
+
+    own = share(mb["weight"])
+
+    def mean(x, weight=None):
+        return (x * (own if weight is None else weight)).sum(1)
+
+    advantage = mb["advantage"] - mean(mb["advantage"])[:, None]
+    advantage = advantage / (mean(advantage.square()).sqrt()[:, None] + 1e-8)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    error = 0.5 * (value - mb["target"]).square()
+    parts = {
+        "policy": mean(torch.maximum(-advantage * ratio, -advantage * clipped)),
+        "value": mean(error, share(mb["critic_weight"])),
+        "entropy": mean(-(log_probs.exp() * log_probs).sum(2)),
+    }
+    loss = parts["policy"] + args.vf_coef * parts["value"] - args.ent_coef * parts["entropy"]
+    with torch.no_grad():
+        parts |= {"approx_kl": mean(ratio - 1 - log_ratio), "clipfrac": mean(((ratio - 1).abs() > args.clip_coef).float())}
+        for name, part in (("real", mb["real"]), ("imagined", 1 - mb["real"])):
+            parts[f"value_{name}"] = mean(error, share(mb["weight"] * part))
+    return loss.sum(), {key: x.detach() for key, x in parts.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1360,7 +1401,9 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
     rows, goal_inputs = len(seating.seat) * seating.games // m, (config.num_players - 1) * goal_size(args)
     own_seeds = [100 * seeds[i * len(seeds) // m] + i % max(1, m // len(seeds)) for i in range(m)]
     generators = [torch.Generator().manual_seed(seed) for seed in own_seeds]
-    policy = ActorCritic(config, generators, args.policy_hidden, 0 if args.subgoals == "none" else goal_inputs).to(device)
+    goal_inputs = 0 if args.subgoals == "none" else goal_inputs
+    precision = torch.bfloat16 if args.precision == "bf16" and device.type == "cuda" else torch.float32
+    policy = ActorCritic(config, generators, args.policy_hidden, goal_inputs, precision).to(device)
     nets = Nets(policy, None, None)
     if args.subgoals != "none" or args.imagination:
         nets = nets._replace(models=Models(args, config, own_seeds).to(device))
@@ -1398,7 +1441,7 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     alive = present_weight(config, w.board)
     reward, action = w.reward[..., 0], w.joint[..., 0]
     ended = w.done if config.prosocial else w.done | w.left[..., 0]  # who has left earns nothing more
-    goals, clock, value = c.goals, w.time / config.final_time, c.value
+    inputs, value = c.inputs, c.value
     log_prob = c.log_probs.gather(3, action.long()[..., None])[..., 0]
     if args.subgoals == "hindsight":
         things, walls, _ = all_views(x.env, w.board.flatten(1, 2), w.prey.flatten(1, 2).long())
@@ -1406,16 +1449,16 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
             prior = x.nets.models.prior(things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2))
             shape = (*w.done.shape, things.shape[2] - 1)
             present = (things[:, :, 1:, 0] < config.num_cells).view(shape)
-            inferred, prior = goals.unflatten(3, (shape[3], -1)), prior.view(*shape, -1)
+            inferred, prior = c.goals.unflatten(3, (shape[3], -1)), prior.view(*shape, -1)
             chosen = hindsight(args, config, policy, args.subgoal_selection, w, inferred, prior, present)
             goals = goal_mean(args, chosen).flatten(3)
-            flat = (y.flatten(1, 2) for y in (w.board, clock, w.last_joint, goals))
-            log_probs, new = policy(policy.inputs(*flat), c.legal.flatten(1, 2))
+            flat = (y.flatten(1, 2) for y in (w.board, w.time / config.final_time, w.last_joint, goals))
+            inputs = policy.inputs(*flat)
+            log_probs, new = policy(inputs, c.legal.flatten(1, 2))
             log_prob = log_probs.view_as(c.log_probs).gather(3, action.long()[..., None])[..., 0]
-            value = torch.cat([new.view_as(clock), value[:, -1:]], 1)
-    sampled = {"board": w.board, "clock": clock, "last_joint": w.last_joint, "goals": goals, "legal": c.legal}
-    sampled |= {"action": action, "log_prob": log_prob, "value": value, "reward": reward, "ended": ended, "alive": alive}
-    return batch_of(args, sampled, real=True)
+            inputs, value = inputs.view_as(c.inputs), torch.cat([new.view_as(reward), value[:, -1:]], 1)
+    sampled = {"inputs": inputs, "legal": c.legal, "action": action, "log_prob": log_prob, "value": value}
+    return batch_of(args, sampled | {"reward": reward, "ended": ended, "alive": alive}, real=True)
 
 
 def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list[tuple], dict]:
@@ -1515,6 +1558,12 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
         return result
 
     return call
+
+
+@functools.cache
+def compiled(function):
+    """The same function in fewer kernels"""
+    return torch.compile(function, dynamic=False)
 
 
 def changing(x: Experiment) -> dict[str, torch.Tensor]:
@@ -1930,7 +1979,7 @@ def main(args: Args) -> dict[str, float]:
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
     if checkpoint and checkpoint["device"] != device.type:
         raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on bit for bit on {device.type}")
-    make_reproducible()
+    set_precision(args)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     kinds = seat_kinds(args.seats.split(","))
     seating = make_seating([kinds] * args.num_seeds, args.num_envs, args.share_parameters, device)
@@ -2029,11 +2078,21 @@ def main(args: Args) -> dict[str, float]:
     }
 
 
-def make_reproducible() -> None:
-    """On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+@contextlib.contextmanager
+def in_order():
+    """On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another. (Only here: it also
+    sorts each write by index, which costs time and changes nothing where no two writes meet.)"""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def set_precision(args: Args) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2124,7 +2183,7 @@ def adapt(args: Args) -> dict[str, float]:
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
-    make_reproducible()
+    set_precision(args)
     kinds, index = [], []
     learners = [i for i, kind in enumerate(seat_kinds(source.seats.split(","))) if kind == LEARNER]
     for players in sets.values():
@@ -2256,7 +2315,7 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
         new, new_var = (y.clone() for y in worth())
         use(policy, came_with)
         old, old_var = worth()
-        better = new - old > (new_var + old_var).sqrt()
+        better = new - old > 2 * (new_var + old_var).sqrt()
         figures |= {"imagined return": torch.where(better, new, old), "imagined return before": old, "changed": better.float()}
         use(policy, chosen(better, learned, came_with))
     names = (

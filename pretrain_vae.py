@@ -120,8 +120,13 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter((2 * torch.stack(draws) - 1) * bound)  # [M, in, out]
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
-    def forward(self, x):  # [M, ..., in] -> [M, ..., out]
-        return torch.baddbmm(self.bias, x.flatten(1, -2), self.weight).view(*x.shape[:-1], -1)
+    def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
+        rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
+            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
+            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
+            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
+        return (rows @ weight + bias).view(*x.shape[:-1], -1)
 
 
 class BoardEncoder(nn.Module):
@@ -134,14 +139,15 @@ class BoardEncoder(nn.Module):
         n, cells, spots = config.num_players, config.num_cells, (2 * config.height - 1) * (2 * config.width - 1)
         row, column = np.divmod(np.arange(cells), config.width)
         spot = (row - row[:, None] + config.height - 1) * (2 * config.width - 1) + column - column[:, None] + config.width - 1
-        lookup = np.full((n + 2, cells + 1, cells + 1), -1)  # [kind, own cell, its cell] -> row of the table
+        self.rows = spots * (n + 2) + cells + 1  # the last row stands for things that are not there
+        lookup = np.full((n + 2, cells + 1, cells + 1), self.rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its place on the board
-        self.rows = spots * (n + 2) + cells + 1  # the last row stands for things that are not there
-        lookup[lookup < 0] = self.rows - 1
-        self.kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
+        lookup[n:][lookup[n:] == self.rows - 1] = self.rows  # one row more: prey that is not there never has the largest value
+        kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("kind", torch.tensor(self.kinds), persistent=False)
+        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
+        self.register_buffer("first", (self.rows + 1) * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
         self.table = nn.Parameter(torch.stack([0.1 * torch.randn(self.rows, hidden, generator=g) for g in generators]))
         self.walls = StackedLinear(generators, cells, hidden) if config.max_wall_pieces else None
         self.mix = StackedLinear(generators, 3 * hidden, hidden, math.sqrt(2))
@@ -149,19 +155,23 @@ class BoardEncoder(nn.Module):
 
     def forward(self, things, walls):
         """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
-        n, stags = self.config.num_players, self.config.num_stags
-        row = self.lookup[self.kind, things[..., :1], things]
-        nothing = torch.full_like(row[..., :1], self.rows - 1)  # among prey, so that there is always something to compare
-        players, prey = row[..., :n], torch.where(row[..., n:] == nothing, self.rows, row[..., n:])
-        row = torch.cat([players, prey[..., :stags], nothing, prey[..., stags:], nothing], 2)
-        offset = (self.rows + 1) * torch.arange(len(things), device=things.device).view(-1, 1, 1)
-        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9)  # one row more: prey that is not there never has the largest value
-        vectors = F.embedding(row + offset, table.flatten(0, 1))  # [M, B, N + P + 2, hidden]
-        players = vectors[:, :, :n].sum(2)
-        stag, hare = vectors[:, :, n : n + stags + 1].amax(2), vectors[:, :, n + stags + 1 :].amax(2)
+        config, nothing = self.config, self.table[:, -1:]
+        row = self.lookup[self.kind, things[..., :1], things] + self.first[: len(things)]
+        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9).flatten(0, 1)
+
+        def look(row, mode):  # [M, B, some] -> [M, B, hidden]
+            if row.shape[2] == 0:
+                return nothing.expand(-1, row.shape[1], -1)
+            if row.is_cuda and not torch.is_grad_enabled():  # the same in one kernel
+                return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
+            vectors = F.embedding(row, table)
+            return vectors.sum(2) if mode == "sum" else vectors.amax(2)
+
+        players, stags, hares = row.split([config.num_players, config.num_stags, config.num_hares], 2)
+        seen = [look(players, "sum"), *(torch.maximum(look(prey, "max"), nothing) for prey in (stags, hares))]
         if self.walls is not None:
-            players = players + self.walls(walls)
-        return F.relu(self.out(F.relu(self.mix(torch.cat([players, stag, hare], 2)))))
+            seen[0] = seen[0] + self.walls(walls)
+        return F.relu(self.out(F.relu(self.mix(torch.cat(seen, 2)))))
 
 
 class SubgoalPrior(nn.Module):

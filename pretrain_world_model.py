@@ -108,8 +108,13 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter((2 * torch.stack(draws) - 1) * bound)  # [M, in, out]
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
-    def forward(self, x):  # [M, ..., in] -> [M, ..., out]
-        return torch.baddbmm(self.bias, x.flatten(1, -2), self.weight).view(*x.shape[:-1], -1)
+    def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
+        rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
+            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
+            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
+            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
+        return (rows @ weight + bias).view(*x.shape[:-1], -1)
 
 
 class Prediction(NamedTuple):

@@ -616,8 +616,8 @@ def _uniform_over(allowed):
 
 def sample(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """[..., A] -> int64 [...]. Never draws an action of probability 0."""
-    uniform = torch.rand(probs.shape[:-1], generator=generator, device=probs.device)
-    return pick(probs, uniform)
+    noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
+    return (probs / noise).argmax(-1)
 
 
 def pick(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 
@@ -136,3 +137,14 @@ def lines_of(folder):
 
 def without_times(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
+
+
+def parts_of(x, inputs):
+    """What a policy reads, taken apart again: board, clock, last joint action, subgoals"""
+    shape, n = x.env.config.observation_shape, x.env.config.num_players
+    sizes = [x.nets.policy.padding, math.prod(shape), 1, 7 * n]
+    nothing, board, clock, acts, goals = inputs.split([*sizes, inputs.shape[-1] - sum(sizes)], -1)
+    assert (nothing == 0).all() and inputs.shape[-1] % 8 == 0
+    board, acts = board.unflatten(-1, shape).byte(), acts.unflatten(-1, (n, 7))
+    assert (acts.sum(-1) == 1).all()
+    return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}

@@ -11,7 +11,7 @@ SCRIPTS = ("pretrain_vae.py", "pretrain_world_model.py", "hopplus_ppo.py", "hopp
 OWN = {"Args", "main", "checked", "measure"}  # each script has its own
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
     *("METHODS", "BY_DEVICE", "Choices", "rollout", "batch_of", "improve", "make_experiment", "real_batch", "iterate"),
-    *("stage_seconds", "draw_pictures", "resolved", "evaluate", "adapt"),
+    *("stage_seconds", "draw_pictures", "resolved", "evaluate", "adapt", "NUMBERS", "ppo_loss"),
 }
 PRETRAINING_SHARES = {
     *("StackedLinear", "Games", "play_games", "collect", "map_games", "save_games", "load_games", "_games_from"),

@@ -12,7 +12,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import PRETRAINING_CASES, lines_of, mixed_actions, random_kinds, seeded, without_times
+from helpers import PRETRAINING_CASES, lines_of, mixed_actions, parts_of, random_kinds, seeded, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -517,7 +517,8 @@ def starts(x, count=30, rollouts=2):
 def dream_of(x, start, alive, world=None, horizon=5, trusted=None):
     nets = x.nets if world is None else x.nets._replace(world=world)
     trusted = torch.full_like(x.trusted, horizon) if trusted is None else torch.tensor(trusted)
-    return hop.imagine(x.args, x.env, nets, start, alive, horizon, trusted, x.generator)
+    dream = hop.imagine(x.args, x.env, nets, start, alive, horizon, trusted, x.generator)
+    return dream | parts_of(x, dream["inputs"])
 
 
 @pytest.mark.parametrize("limit", [None, 1])
@@ -764,7 +765,7 @@ def test_a_learners_update_does_not_depend_on_the_others():
     batch = real_samples(x)
     before, _ = improved(x, batch)
     changed = {key: value.clone() for key, value in batch.items()}
-    for key in ("advantage", "target", "log_prob", "board", "goals"):
+    for key in ("advantage", "target", "log_prob", "inputs"):
         changed[key][1] = changed[key][1].flip(0) * 3 + 1
     after, _ = improved(x, changed)
     for old, new in zip(before, after, strict=True):
@@ -790,7 +791,7 @@ def test_samples_without_weight_do_not_matter():
     off = batch["weight"] == 0
     assert off.any()
     changed = {key: value.clone() for key, value in batch.items()}
-    for key in ("advantage", "target", "board", "goals", "clock"):
+    for key in ("advantage", "target", "inputs"):
         changed[key][off] = changed[key][off] * 3 + 1
     changed["action"][off] = 0
     (before, figures), (after, again) = improved(x, batch), improved(x, changed)
@@ -839,8 +840,7 @@ def test_losses_are_means_over_all_minibatches():
     _, found = improved(x, batch, learning_rate=1e-12, update_epochs=3, num_minibatches=4)
     error = 0.5 * (batch["value"] - batch["target"]).square()
     torch.testing.assert_close(found["value"], error.mean(1), atol=1e-5, rtol=1e-4)
-    inputs = x.nets.policy.inputs(*(batch[key] for key in ("board", "clock", "last_joint", "goals")))
-    log_probs, _ = x.nets.policy(inputs, batch["legal"])
+    log_probs, _ = x.nets.policy(batch["inputs"], batch["legal"])
     torch.testing.assert_close(found["entropy"], -(log_probs.exp() * log_probs).sum(2).mean(1).detach())
 
 

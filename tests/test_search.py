@@ -397,7 +397,7 @@ def test_no_position_gets_worse_when_the_leaves_are_exact(root, simulations):
     """One step deep, where Q is exact."""
     args = args_of(root=root, max_depth=1, gamma=0.95, search_prior=1.0)
     true, promised = improvements(args, simulations)
-    assert true.min() >= -1e-6 and promised.min() >= -1e-6 and true.mean() > 0.2
+    assert true.min() >= -1e-6 and promised.min() >= -1e-6 and true.mean() > 0.15
 
 
 def test_no_position_gets_worse_by_looking_one_step_ahead():
@@ -654,13 +654,13 @@ def searches(x, num_steps):
         return found
 
     def watched_inputs(*given):
-        read.append(given[3])
+        read.append(given[4])
         return inputs(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hop, "plan", watched)
         patch.setattr(hop, "foresee", lambda *given: (told.append(given[5]), foresee(*given))[1])
-        patch.setattr(hop.ActorCritic, "inputs", staticmethod(watched_inputs))
+        patch.setattr(hop.ActorCritic, "inputs", watched_inputs)
         play(x, num_steps)
     return [Search(*given) for given in seen]
 
@@ -967,7 +967,7 @@ def test_belief_in_stag_or_hare_by_hand(remembers):
     x = outspoken(experiment(method="hop", num_envs=6, **flags), factor=3000.0)
     explains, pursued = np.zeros((3, 6, 2, 2)), np.zeros((3, 6, 2, 2))
     seen = {"left": 0, "clamped": 0, "ends": 0}
-    for _ in range(16):
+    for _ in range(60):
         torch.testing.assert_close(x.carry["summary"], torch.tensor(np.concatenate([explains, pursued], 3)).float())
         w, c, _ = play(x, 1)
         acts, present = likelihoods(x, w.board[:, 0], w.prey[:, 0], w.time[:, 0])
@@ -1081,8 +1081,7 @@ def improved(x, batch, seed=9, **changes):
 
 
 def policy_on(policy, batch):
-    inputs = policy.inputs(*(batch[key] for key in ("board", "clock", "last_joint", "goals")))
-    return policy(inputs, batch["legal"])[0].detach()
+    return policy(batch["inputs"], batch["legal"])[0].detach()
 
 
 def surprise(policy, batch):
