@@ -1,0 +1,542 @@
+"""Reruns the experiments of docs/results.md on one GPU, and draws its figures.
+
+    python benchmarks/experiments.py --list
+    python benchmarks/experiments.py --section 1 7 --parallel 4
+    python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
+    python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with an old mistake in it
+
+A run that is finished is not made again (its folder in --run-dir has a file `finished`); sections share runs.
+"""
+
+import concurrent.futures
+import csv
+import dataclasses
+import functools
+import glob
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from stag_hunt_env import command_line
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
+SHORT, LONG = f"{SEEDS5} --total-steps 300000", "--num-seeds 5 --log-every 10 --total-steps 5000000 --num-envs 1024"
+OLD = "--critic-data mixed --no-imagined-reward-clip --no-trust"
+BADLY = "--imagination-horizon 32 --returns mc --ppo-real-ratio 0.1"
+BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
+MCTS = f"{SEEDS5} --total-steps 120000"
+FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
+HALF = "--ppo-real-ratio 0.5"
+ADAPT, STRANGERS = (
+    "--adapt CHECKPOINT --no-adapt-references",
+    "--adapt CHECKPOINT --adapt-sets strangers --no-adapt-references",
+)
+BEST = "--adapt CHECKPOINT --total-steps 8000000"
+BEST_STRANGERS = f"{BEST} --adapt-sets strangers"
+CROSS = "--cross-play CHECKPOINT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    flags: str
+    script: str = "hopplus_ppo.py"
+    then: tuple[str, ...] = ()  # what its checkpoint does afterwards
+    before: tuple[str, str, str] | None = None  # script, flags, and the flag that takes its checkpoint
+    patch: str | None = None
+
+
+def vae(loss: str) -> tuple[str, str, str]:
+    return "pretrain_vae.py", f"--num-seeds 5 --loss {loss}", "--vae-checkpoint"
+
+
+def world(flags: str) -> tuple[str, str, str]:
+    return "pretrain_world_model.py", f"--num-seeds 5 {flags}", "--world-model-checkpoint"
+
+
+INSIDE = f"{SHORT} --no-trust --critic-data mixed --ppo-real-ratio 0.05"
+DEFAULT = Run(SHORT)
+SECTIONS = {  # number: title, runs, panels (kind, key)
+    1: (
+        "Why was the value loss so high?",
+        {
+            "real only": Run(f"{SHORT} --no-imagination"),
+            "actor only (default)": DEFAULT,
+            "mixed": Run(f"{SHORT} --critic-data mixed"),
+            "mixed, MC": Run(f"{SHORT} --critic-data mixed --returns mc"),
+            "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch="zero_subgoals"),
+            "pixel, trusted, actor only": Run(f"{SHORT} --wm-head pixel"),
+            "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}"),
+            "structured, badly": Run(f"{SHORT} {OLD} {BADLY}"),
+            "pixel, badly": Run(f"{SHORT} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
+        },
+        [("bars", "value_real"), ("bars", "return"), ("curves", "value_real")],
+    ),
+    2: (
+        "Was player 1 favoured?",
+        {
+            "PPO": Run(f"{SEEDS8} --method ppo --total-steps 600000"),
+            "PPO, shared": Run(f"{SEEDS8} --method ppo --total-steps 600000 --share-parameters"),
+            "PPO, seats permuted": Run(f"{SEEDS8} --method ppo --total-steps 600000 --permute-ids"),
+            "HOP+": Run(f"{SEEDS8} --total-steps 300000"),
+            "HOP+, shared": Run(f"{SEEDS8} --total-steps 300000 --share-parameters"),
+            "PPO, all learn from player 1": Run(f"{SEEDS8} --method ppo --total-steps 600000", patch="one_player"),
+        },
+        [("seats", ""), ("bars", "return")],
+    ),
+    3: (
+        "VAE: reconstruction or action loss?",
+        {loss: Run(f"{SHORT} --method ppo-omg", then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
+        [("bars", "before/omg/probe_accuracy"), ("bars", "steps_to_2.8"), ("adaptation", "standard")],
+    ),
+    4: (
+        "Can the world model be trusted?",
+        {
+            "pixel": Run(f"{INSIDE} --wm-head pixel", before=world("--wm-head pixel")),
+            "pixel, weighted": Run(
+                f"{INSIDE} --wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1",
+                before=world("--wm-head pixel --channel-weights 2 2 2 2 1 1 1"),
+            ),
+            "structured": Run(INSIDE, before=world("")),
+        },
+        [("bars", "exact_match/1"), ("bars", "exact_match/8"), ("bars", "return"), ("curves", "return")],
+    ),
+    5: (
+        "Why did MOA collapse?",
+        {
+            "present (default)": DEFAULT,
+            "rewarded": Run(f"{SHORT} --moa-data rewarded"),
+            "all": Run(f"{SHORT} --moa-data all"),
+        },
+        [("bars", "moa_top1"), ("bars", "lowest_recall"), ("curves", "lowest_recall")],
+    ),
+    6: (
+        "Search",
+        {
+            "pUCT, 16 x 2 (default)": Run(MCTS, "hopplus_mcts.py"),
+            "Gumbel": Run(f"{MCTS} --root gumbel", "hopplus_mcts.py"),
+            "one step": Run(f"{MCTS} --planner one-step", "hopplus_mcts.py"),
+            "4 simulations": Run(f"{MCTS} --num-simulations 4", "hopplus_mcts.py"),
+            "HOP": Run(f"{MCTS} --method hop", "hopplus_mcts.py"),
+            "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py"),
+        },
+        [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
+    ),
+    7: (
+        "Which module pays, and where?",
+        {
+            "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
+            "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
+            "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+            "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
+            "PPO, few steps": Run(f"{SEEDS5} --total-steps 400000 --method ppo --num-envs 128"),
+            "HOP+, few steps": Run(f"{SEEDS5} --total-steps 100000 {FEW}"),
+            "few, discrete goals": Run(f"{SEEDS5} --total-steps 100000 {FEW} --goal-kind discrete"),
+            "few, D = 8": Run(f"{SEEDS5} --total-steps 100000 {FEW} --goal-dim 8"),
+            "few, optimistic": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoal-selection optimistic"),
+            "few, final": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoal-selection final"),
+            "few, no subgoals": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoals none"),
+            "PPO, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 --method ppo"),
+            "HOP+, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 {HALF}"),
+            "PPO, 8x8": Run(f"{BOARD8} --total-steps 19660800 --method ppo", then=(BEST,)),
+            "HOP+, 8x8": Run(f"{BOARD8} --total-steps 9830400 {HALF} --subgoal-updates 2", then=(ADAPT,)),
+        },
+        [("bars", "steps_to_2.8"), ("bars", "return"), ("adaptation", "standard"), ("cross-play", "")],
+    ),
+    8: (
+        "How well does a learner adapt to players nobody trained with?",
+        {
+            "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
+            "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
+            "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+        },
+        [("adaptation", "strangers")],
+    ),
+}
+
+
+@dataclasses.dataclass
+class Args:
+    section: tuple[int, ...] = tuple(SECTIONS)
+    """which sections"""
+    list: bool = False
+    """only say what there is"""
+    draw: bool = False
+    """only draw the figures and print the tables from docs/data"""
+    parallel: int = 3
+    """runs at once"""
+    only: tuple[str, ...] = ()
+    """only these runs of the sections"""
+    extra: str = ""
+    """flags for all runs, for example to try the script on a CPU"""
+    run_dir: str = "runs/experiments"
+    """where the runs go"""
+    docs: str = str(ROOT / "docs")
+    """tables go to data, figures to results in here"""
+    patched: str | None = None
+    """only run hopplus_ppo.py with one of the old mistakes in it, and the flags after --: one_player, zero_subgoals"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The old mistakes, as edits of hopplus_ppo.py
+
+
+def one_player(hop) -> None:
+    """Everybody trains on player 1's data."""
+    real_batch = hop.real_batch
+
+    def of_player_1(x, w, c):
+        batch = real_batch(x, w, c)
+        first = torch.arange(len(batch["weight"]), device=batch["weight"].device) // x.env.config.num_players
+        return {key: value[first * x.env.config.num_players] for key, value in batch.items()}
+
+    hop.real_batch = of_player_1
+
+
+def zero_subgoals(hop) -> None:
+    """In imagined games the policy reads zeros instead of subgoals."""
+    imagine, think = hop.imagine, hop.think
+
+    def blind(*given):
+        thought = think(*given)
+        return thought._replace(goals=torch.zeros_like(thought.goals))
+
+    def imagine_blind(*given):
+        hop.think = blind
+        try:
+            return imagine(*given)
+        finally:
+            hop.think = think
+
+    hop.imagine = imagine_blind
+
+
+PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def folder_of(args: Args, run: Run) -> Path:
+    words = [run.script, run.flags, *(run.before or ()), run.patch or "", args.extra]
+    name = "".join(c if c.isalnum() else "_" for c in " ".join(words)).strip("_")
+    return Path(args.run_dir) / name[:200]
+
+
+def checkpoint_in(folder: Path) -> str:
+    return min(glob.glob(f"{folder}/*/checkpoint.pt"))
+
+
+def make(args: Args, run: Run) -> None:
+    """The run and what follows it"""
+    folder = folder_of(args, run)
+    if (folder / "finished").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    fixed = ["--no-compile", "--picture-every", "0", "--save-every", "1000000"]
+
+    def call(log: str, *command: str) -> None:
+        with open(folder / f"{log}.log", "w") as file:
+            subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, check=True)
+
+    flags = [*run.flags.split(), *fixed, *args.extra.split(), "--run-dir", str(folder.resolve())]
+    if run.before:
+        script, own, flag = run.before
+        there = folder.resolve() / "before"
+        call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
+        flags += [flag, checkpoint_in(there)]
+    started = time.time()
+    script = ["benchmarks/experiments.py", "--patched", run.patch, "--"] if run.patch else [run.script]
+    call("train", *script, *flags)
+    (folder / "seconds").write_text(f"{time.time() - started:.1f}")
+    for number, then in enumerate(run.then):
+        call(f"then_{number}", run.script, *then.replace("CHECKPOINT", checkpoint_in(folder)).split())
+        for found in Path(checkpoint_in(folder)).parent.glob("*.csv"):  # --adapt writes the same names each time
+            found.rename(folder / f"then_{number}_{found.name}")
+    Path(checkpoint_in(folder)).unlink()
+    (folder / "finished").touch()
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def figures_of(row: dict) -> dict[str, float]:
+    """What we follow, of one line of metrics.jsonl"""
+    names = {"return": "charts/episodic_return", "value_real": "losses/value_real", "moa_top1": "moa/top1"}
+    names |= {f"exact_match/{k}": f"wm/exact_match/{k}" for k in (1, 8)} | {"horizon": "wm/horizon"}
+    names |= {f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)} | {"stag": "charts/stag_share"}
+    names |= {"search_gain": "search/gain", "imagined_return": "imagined/return_mean", "real_return": "real/return_mean"}
+    found = {name: row[key] for name, key in names.items() if row.get(key) is not None}
+    if "moa/nll" in row:
+        found["moa_gap"] = row["moa/nll"] - row["moa/ceiling/nll"]
+        recalls = [row[f"moa/recall/{a}"] for a in range(7) if row[f"moa/recall/{a}"] is not None]
+        found["lowest_recall"] = min(recalls) if recalls else float("nan")
+    return found
+
+
+def collect(args: Args, number: int) -> None:
+    """docs/data/NUMBER*.csv from the folders of the runs"""
+    _, runs, _ = SECTIONS[number]
+    summaries, curves, met, crossed = [], [], [], []
+    for label, run in runs.items():
+        folder = folder_of(args, run)
+        if not (folder / "train.log").exists():
+            continue
+        before = [read_lines(Path(p))[-1] for p in sorted(glob.glob(f"{folder}/before/*/metrics.jsonl"))]
+        paths = sorted(
+            glob.glob(f"{folder}/*/metrics.jsonl"),
+            key=lambda p: json.loads((Path(p).parent / "args.json").read_text())["seed"],
+        )
+        for seed, path in enumerate(paths):
+            lines = read_lines(Path(path))
+            if not lines:
+                continue
+            found = [figures_of(line) for line in lines]
+            last = found[-max(1, len(found) // 5) :]
+            row = {"run": label, "seed": seed, "flags": f"{run.script} {run.flags}", "steps": lines[-1]["steps"]}
+            row |= {"seconds": lines[-1]["time/training"], "ready": lines[-1]["time/ready"]}
+            row |= {key: np.mean([f[key] for f in last if key in f]) for key in last[-1]}
+            fifths = [np.mean([f["return"] for f in part]) for part in np.array_split(found, min(5, len(found)))]
+            row["fall"] = max(fifths) - fifths[-1]
+            for goal in (2.7, 2.8, 2.85, 4.5):
+                hit = next((k for k, f in enumerate(found) if f.get("return", 0) >= goal), None)
+                row[f"steps_to_{goal}"] = "" if hit is None else lines[hit]["steps"]
+                row[f"seconds_to_{goal}"] = "" if hit is None else lines[hit]["time/training"]
+            if before:
+                numbers = {k: v for k, v in before[seed % len(before)].items() if isinstance(v, int | float)}
+                row |= {f"before/{key}": value for key, value in numbers.items() if "/by_step" not in key}
+            summaries.append(row)
+            for k in sorted(set(np.linspace(0, len(found) - 1, 40).astype(int))):
+                kept = {
+                    key: found[k].get(key, "")
+                    for key in ("return", "value_real", "lowest_recall", "moa_top1", "exact_match/8")
+                }
+                curves.append({"run": label, "seed": seed, "steps": lines[k]["steps"], **kept})
+        for k, then in enumerate(run.then):
+            sets = "strangers" if "strangers" in then else "standard"
+            for path in folder.glob(f"then_{k}_adaptation*.csv"):
+                table = list(csv.DictReader(path.open()))
+                if "curve" not in path.name:
+                    met += [{"run": label, "sets": sets, **row} for row in table]
+            for path in folder.glob(f"then_{k}_cross_play.csv"):
+                for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
+                    found = enumerate(row[1:]) if focal >= 0 else ()
+                    crossed += [{"run": label, "focal": focal, "others": k, "return": value} for k, value in found]
+    for name, rows in (("", summaries), ("_curves", curves), ("_adaptation", met), ("_cross_play", crossed)):
+        if rows:
+            write(Path(args.docs) / "data" / f"section_{number}{name}.csv", rows)
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and figures, from docs/data alone
+
+
+def read(args: Args, number: int, name: str = "") -> list[dict]:
+    path = Path(args.docs) / "data" / f"section_{number}{name}.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def bootstrap(values: list[float]) -> tuple[float, float, float]:
+    """mean and its 95 % interval"""
+    values = np.asarray(values)
+    means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
+    return float(values.mean()), *(float(x) for x in np.percentile(means, (2.5, 97.5)))
+
+
+def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
+    found = {}
+    for row in rows:
+        found.setdefault(row["run"], [])
+        if row.get(key):
+            found[row["run"]].append(float(row[key]))
+    return {run: values for run, values in found.items() if values}
+
+
+def bars(axis, rows: list[dict], key: str) -> None:
+    found = by_run(rows, key)
+    for y, values in enumerate(found.values()):
+        mean, low, high = bootstrap(values)
+        axis.barh(y, mean, color="#6b8cae")
+        axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
+        axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
+    axis.set(yticks=range(len(found)), title=key)
+    axis.set_yticklabels(found, fontsize=7)
+    axis.invert_yaxis()
+
+
+def curves(axis, rows: list[dict], key: str) -> None:
+    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+        own = [row for row in rows if row["run"] == run and row.get(key)]
+        steps = sorted({int(row["steps"]) for row in own})
+        means = [np.mean([float(row[key]) for row in own if int(row["steps"]) == s]) for s in steps]
+        axis.plot(steps, means, label=run, color=f"C{number % 10}", ls="-" if number < 10 else "--")
+    axis.set(xlabel="env steps", title=key)
+    axis.legend(fontsize=6)
+
+
+def seats(axis, rows: list[dict], _: str) -> None:
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    for i in range(4):
+        found = by_run(rows, f"player_{i}")
+        stats = [bootstrap(found[run]) for run in runs]
+        places = np.arange(len(runs)) + 0.18 * i
+        axis.barh(places, [s[0] for s in stats], 0.16, label=f"seat {i + 1}")
+        axis.errorbar(
+            [s[0] for s in stats],
+            places,
+            xerr=np.array([[s[0] - s[1], s[2] - s[0]] for s in stats]).T,
+            fmt="none",
+            color="black",
+        )
+    axis.set(yticks=np.arange(len(runs)) + 0.27, title="mean return by seat")
+    axis.set_yticklabels(runs, fontsize=7)
+    axis.invert_yaxis()
+    axis.legend(fontsize=6)
+
+
+def normalised(rows: list[dict], sets: str) -> dict[str, dict[str, float]]:
+    """run and mode -> co-players -> score; random 0, best response 1 (those of the run that measured them on this board)"""
+    rows, found = [row for row in rows if row["sets"] == sets], {}
+    for row in rows:
+        board = "8x8" if "8x8" in row["run"] else "4x4"
+        best = next((r for r in rows if r.get("best response mean") and r["co_players"] == row["co_players"]
+                     and ("8x8" in r["run"]) == (board == "8x8")), None)  # fmt: skip
+        for mode in ("frozen", "learning"):
+            if best and row.get(f"{mode} mean"):
+                low, high = float(best["random mean"]), float(best["best response mean"])
+                found.setdefault(f"{row['run']}, {mode}", {})[row["co_players"]] = (float(row[f"{mode} mean"]) - low) / (
+                    high - low
+                )
+    return found
+
+
+def adaptation(axis, rows: list[dict], sets: str) -> None:
+    found = normalised(rows, sets)
+    players = list(dict.fromkeys(p for row in found.values() for p in row))
+    table = np.array([[row.get(p, np.nan) for p in players] for row in found.values()])
+    if not table.size:
+        axis.set_axis_off()
+        return
+    axis.imshow(table, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for (y, x), value in np.ndenumerate(table):
+        axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6)
+    axis.set(xticks=range(len(players)), yticks=range(len(found)), title="score: random 0, best response 1")
+    axis.set_xticklabels(players, rotation=35, ha="right", fontsize=6)
+    axis.set_yticklabels(found, fontsize=6)
+
+
+def cross_play(axis, rows: list[dict], _: str) -> None:
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    for y, run in enumerate(runs):
+        own = [row for row in rows if row["run"] == run]
+        for name, colour, pick in (("own team", "C0", True), ("another seed's team", "C3", False)):
+            values = [float(row["return"]) for row in own if (row["focal"] == row["others"]) == pick]
+            axis.plot(values, [y + 0.15 * pick] * len(values), ".", color=colour, alpha=0.6, label=name if y == 0 else None)
+    axis.set(yticks=range(len(runs)), title="cross-play: the focal learner's return")
+    axis.set_yticklabels(runs, fontsize=7)
+    axis.legend(fontsize=6)
+
+
+def draw(args: Args, number: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    title, runs, panels = SECTIONS[number]
+    rows = read(args, number)
+    if not rows:
+        print(f"section {number}: no data yet")
+        return
+    sources = {"bars": "", "seats": "", "curves": "_curves", "adaptation": "_adaptation", "cross-play": "_cross_play"}
+    draws = {"bars": bars, "seats": seats, "curves": curves, "adaptation": adaptation, "cross-play": cross_play}
+    panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 1.6 + 0.3 * len(runs)), squeeze=False)
+    for axis, (kind, key) in zip(axes[0], panels, strict=True):
+        draws[kind](axis, read(args, number, sources[kind]), key)
+    figure.suptitle(f"{number}. {title}", fontsize=10)
+    figure.tight_layout()
+    path = Path(args.docs) / "results" / f"section_{number}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+    keys = ["return", *dict.fromkeys(key for kind, key in panels if kind == "bars" and key != "return")]
+    print(f"\n## {number}. {title}\n\n| run | seeds | {' | '.join(keys)} |\n|{'---|' * (len(keys) + 2)}")
+    for run in dict.fromkeys(row["run"] for row in rows):
+        cells = []
+        for key in keys:
+            values = by_run(rows, key).get(run)
+            count = sum(row["run"] == run for row in rows)
+            mean, low, high = bootstrap(values) if values else (float("nan"),) * 3
+            short = f" ({len(values or [])} of {count} seeds)" if len(values or []) < count else ""
+            cells.append(f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else "")
+        print(f"| {run} | {count} | {' | '.join(cells)} |")
+    for sets in ("standard", "strangers"):
+        found = normalised(read(args, number, "_adaptation"), sets)
+        for run, scores in found.items():
+            print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in scores.items()))
+
+
+def main(args: Args) -> None:
+    if args.list:
+        for number, (title, runs, _) in SECTIONS.items():
+            print(f"{number}. {title}")
+            for label, run in runs.items():
+                print(f"     {label}: {run.script} {run.flags}" + (f" [{run.patch}]" if run.patch else ""))
+        return
+    wrong = [n for n in args.section if n not in SECTIONS]
+    if wrong:
+        raise ValueError(f"there is no section {wrong[0]}: {', '.join(map(str, SECTIONS))}")
+    if not args.draw:
+        runs = [run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only]
+        begun = time.time()
+        with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
+            jobs = {pool.submit(make, args, run): run for run in dict.fromkeys(runs)}
+            for count, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+                state = "FAILED, see its logs" if job.exception() else "done"
+                print(
+                    f"{time.time() - begun:.0f} s, {count} of {len(jobs)}: {state}: {folder_of(args, jobs[job]).name}",
+                    flush=True,
+                )
+        for number in args.section:
+            collect(args, number)
+    for number in args.section:
+        draw(args, number)
+
+
+@functools.cache
+def patched_main(name: str):
+    import hopplus_ppo
+
+    if name not in PATCHES:
+        raise ValueError(f"--patched {name}: the known ones are {', '.join(PATCHES)}")
+    PATCHES[name](hopplus_ppo)
+    return hopplus_ppo
+
+
+if __name__ == "__main__":
+    if "--patched" in sys.argv and "--" in sys.argv:
+        at = sys.argv.index("--")
+        script = patched_main(sys.argv[sys.argv.index("--patched") + 1])
+        sys.argv = ["hopplus_ppo.py", *sys.argv[at + 1 :]]
+        command_line(script.Args, script.main)
+    else:
+        command_line(Args, main)

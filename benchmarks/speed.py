@@ -1,0 +1,189 @@
+"""How fast are the game, the game with its players' networks, and a whole iteration of training; where does the time go; and
+how does it grow?
+
+    python benchmarks/speed.py                           # the cases of the docs, on the GPU if there is one
+    python benchmarks/speed.py --cases growth            # how the cost grows with games, board, players, seeds, horizon, trees
+    python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
+
+Medians of `--repeats` iterations after warm-up, without logging. The models are not pretrained: a step costs the same. Writes
+`speed.csv`, and for `growth` a picture, to `--folder`.
+"""
+
+import csv
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import hopplus_mcts
+import hopplus_ppo
+from stag_hunt_env import NUM_ACTIONS, command_line, resolve_device
+
+SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts}
+PPO, LARGE = "--method ppo --num-envs", "--num-envs 4096 --ppo-real-ratio 0.5"
+CASES = {  # name: (script, flags)
+    "cuda": {
+        "PPO 64-64, 16384 games": ("ppo", f"{PPO} 16384 --policy-hidden 64"),
+        "PPO 64-64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
+        "PPO 128-128, 16384 games": ("ppo", f"{PPO} 16384"),
+        "PPO 128-128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
+        "PPO, defaults": ("ppo", "--method ppo"),
+        "HOP+, defaults": ("ppo", ""),
+        "HOP+, 4096 games, half real": ("ppo", LARGE),
+        "HOP+, 4096 games, half real, bf16": ("ppo", f"{LARGE} --precision bf16"),
+        "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024"),
+        "PPO, 1024 games, 16 seeds": ("ppo", f"{PPO} 1024 --num-seeds 16"),
+        "HOP+, 1024 games, 1 seed": ("ppo", "--num-envs 1024 --ppo-real-ratio 0.5"),
+        "HOP+, 1024 games, 16 seeds": ("ppo", "--num-envs 1024 --ppo-real-ratio 0.5 --num-seeds 16"),
+        "HOP+ MCTS, defaults": ("mcts", ""),
+    },
+    "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
+}
+GROWTH = {  # what grows: (script, flags, values)
+    "games": ("ppo", "--no-compile --num-envs", (256, 1024, 4096)),
+    "board side": ("ppo", "--no-compile --num-envs 1024 --width 8 --height", (4, 6, 8)),
+    "players": ("ppo", "--no-compile --num-envs 1024 --num-players", (2, 4, 6)),
+    "seeds": ("ppo", "--no-compile --num-seeds", (1, 4, 16)),
+    "imagination horizon": ("ppo", "--no-compile --imagination-horizon", (2, 8, 32)),
+    "simulations": ("mcts", "--no-compile --num-simulations", (4, 16, 32)),
+}
+
+
+@dataclasses.dataclass
+class Args:
+    cases: Literal["docs", "growth"] = "docs"
+    """the cases of the docs, or series in which one number grows"""
+    flags: str | None = None
+    """measure only a script with these flags"""
+    script: Literal["ppo", "mcts"] = "ppo"
+    """--flags: of hopplus_ppo.py or of hopplus_mcts.py"""
+    repeats: int = 10
+    """iterations to take the median of"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where; auto: on the GPU if there is one"""
+    folder: str = "runs/speed"
+    """where the table and the picture go"""
+
+
+def median_seconds(function, repeats: int, device) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        begun = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[3:])
+
+
+def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
+    args = hop.resolved(tyro.cli(hop.Args, args=[*flags.split(), "--device", device.type]))
+    hop.checked(args)
+    hop.set_precision(args)
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    begun, kinds = time.perf_counter(), hop.seat_kinds(args.seats.split(","))
+    seating = hop.make_seating([kinds] * args.num_seeds, args.num_envs, args.share_parameters, device)
+    seeds = list(range(args.seed, args.seed + args.num_seeds))
+    modelled = args.subgoals != "none" or args.imagination
+    x = hop.make_experiment(
+        args, seating, seeds, device, min(256, args.pretraining_games) if modelled and args.rehearsal else 0
+    )
+    if x.rehearsed is not None:
+        x.rehearsed.pushed.fill_(args.replay_rollouts)
+    key, graphs, generators = (x.nets.world is not None, x.nets.models is not None), {}, (x.generator, x.env.generator)
+    hop.repeat_iteration(x, graphs, *key)
+    ready, stages = time.perf_counter() - begun, []
+
+    def train():
+        _, marks = hop.repeat_iteration(x, graphs, *key)
+        stages.append(hop.stage_seconds(marks))
+
+    full = median_seconds(train, repeats, device)
+    actions = torch.randint(NUM_ACTIONS, (args.num_steps, x.env.num_envs, x.env.config.num_players), device=device)
+
+    def play_at_random():
+        for step in range(args.num_steps):
+            x.env.step(actions[step])
+
+    def play():
+        hop.rollout(args, x.env, seating, x.nets, x.carry, x.generator, args.num_steps)
+
+    game, policy = (
+        median_seconds(hop.graphed(f, generators, args.cudagraphs), repeats, device) for f in (play_at_random, play)
+    )
+    steps = args.num_steps * x.env.num_envs
+    row = {"env_steps_per_s": steps / full, "agent_steps_per_s": steps * x.env.config.num_players / full}
+    row |= {"game_only_env_steps_per_s": steps / game, "game_and_policy_env_steps_per_s": steps / policy}
+    row |= {"iteration_ms": 1000 * full, "ready_s": ready}
+    row |= {f"{name}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
+    if device.type == "cuda":
+        row |= {"busy": busy(train) / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return row
+
+
+def busy(function) -> float:
+    """seconds in which kernels ran, in one call"""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / 1e6
+
+
+def main(args: Args) -> list[dict]:
+    device, folder, rows = resolve_device(args.device), Path(args.folder), []
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
+    if args.cases == "growth" and args.flags is None:
+        cases = {f"{what} {v}": (script, f"{flags} {v}") for what, (script, flags, values) in GROWTH.items() for v in values}
+    print(f"{name}, torch {torch.__version__}; medians of {args.repeats} iterations after warm-up")
+    folder.mkdir(parents=True, exist_ok=True)
+    for case, (script, flags) in cases.items():
+        row = {"case": case, "script": script, "flags": flags, "machine": name, "torch": torch.__version__}
+        row |= measure(SCRIPTS[script], flags, args.repeats, device)
+        rows.append(row)
+        stages = [f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005]
+        print(f"{case or flags}: {row['agent_steps_per_s'] / 1e6:.3f} M agent-steps/s "
+              f"({row['iteration_ms']:.2f} ms an iteration: {', '.join(stages)}); game and policy "
+              f"{row['game_and_policy_env_steps_per_s']:,.0f}, game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
+              + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
+              + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
+        names = list(dict.fromkeys(key for found in rows for key in found))
+        with open(folder / f"{args.cases}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    if args.cases == "growth" and args.flags is None:
+        draw(folder, rows)
+    print(f"table in {folder}")
+    return rows
+
+
+def draw(folder: Path, rows: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(GROWTH), figsize=(2.6 * len(GROWTH), 2.6))
+    for axis, (what, (_, _, values)) in zip(axes, GROWTH.items(), strict=True):
+        own = [row for row in rows if row["case"].startswith(f"{what} ")]
+        axis.plot(values, [row["iteration_ms"] for row in own], "o-")
+        axis.set(xscale="log", yscale="log", xlabel=what, xticks=values, xticklabels=values)
+        axis.minorticks_off()
+    axes[0].set_ylabel("ms an iteration")
+    figure.tight_layout()
+    figure.savefig(folder / "growth.png", dpi=80)
+
+
+if __name__ == "__main__":
+    command_line(Args, main)
