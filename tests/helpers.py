@@ -136,3 +136,11 @@ def lines_of(folder):
 
 def without_times(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
+
+
+def same_tree(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_tree(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
