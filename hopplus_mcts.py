@@ -9,6 +9,9 @@ of trees grow at once on the device; the policy learns from what the search find
     python hopplus_mcts.py --evaluate runs/RUN/checkpoint.pt --planner none
     python hopplus_mcts.py --adapt runs/RUN/checkpoint.pt         # frozen, searching, learning; also runs of hopplus_ppo.py
     python hopplus_mcts.py --profile                              # where the time of a search goes
+    torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # 8 GPUs of one machine
+    torchrun --nproc-per-node 2 hopplus_mcts.py --device cpu      # two processes on CPUs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 hopplus_mcts.py  # on both machines
 
 `diff hopplus_ppo.py hopplus_mcts.py` shows what search changes.
 
@@ -21,6 +24,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -31,6 +35,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
@@ -1518,7 +1523,7 @@ def train_subgoals(args: Args, env, nets, optimiser, sources: Sources, eps, gene
         with in_order():
             parts["total"].sum().backward()
         used = [p for p in parameters if p.grad is not None]
-        parts["grad_norm"] = clip_per_model(used, 1.0)
+        parts["grad_norm"] = average_and_clip(used, 1.0)
         optimiser.step()
         total = {key: total.get(key, 0.0) + value.detach() / updates for key, value in parts.items()}
     return total
@@ -1532,7 +1537,7 @@ def train_world_model(args: Args, nets, optimiser, sources: Sources, generator, 
         loss = nets.world.loss(w.board, w.joint, w.next_board, w.reward[..., 0], weight)
         optimiser.zero_grad(set_to_none=True)
         loss.sum().backward()
-        norm = clip_per_model(parameters, 1.0)
+        norm = average_and_clip(parameters, 1.0)
         optimiser.step()
         parts = {"world_model": loss.detach(), "world_model_grad_norm": norm}
         total = {key: total.get(key, 0.0) + value / updates for key, value in parts.items()}
@@ -1671,7 +1676,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
             loss, parts = loss_of(args, policy, *(x.index_select(1, index) for x in samples))
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
-            parts["grad_norm"] = clip_per_model(parameters, args.max_grad_norm)
+            parts["grad_norm"] = average_and_clip(parameters, args.max_grad_norm)
             optimiser.step()
             totals = totals + torch.stack(list(parts.values()))
     return dict(zip(parts, totals / (args.update_epochs * args.num_minibatches), strict=True))
@@ -1809,7 +1814,7 @@ class Experiment:
 
 def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehearsed: int = 0, purpose=0) -> Experiment:
     """Fresh networks for every learner, and room for `rehearsed` rule-based games per learner beside the replay. Each purpose
-    (training, pretraining, playing with a checkpoint) has other games."""
+    (training, pretraining, playing with a checkpoint; three more for each rank) has other games."""
     config, first = args.config.checked(), 2 * (seeds[0] + 1_000_000 * purpose)
     env = StagHuntEnv(config, seating.blocks * seating.games, device, first, compile=args.compile and device.type == "cuda")
     generator = torch.Generator(device).manual_seed(first + 1)
@@ -2051,7 +2056,8 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     mixed = torch.full_like(watch.kinds, MIXED)
     watch = watch._replace(kinds=mixed, rule_based=True, mixed=not memory(args))
     x = make_experiment(args, watch, seeds, device, purpose=1)
-    started = {"models": load_models(args, x.nets.models, config), "world": load_world_model(args, x.nets.world, config)}
+    started = {"models": load_models(args, x.nets.models, config, seeds)}
+    started |= {"world": load_world_model(args, x.nets.world, config, seeds)}
     optimiser = make_optimiser(x.nets.models.parameters(), 3e-3, device)
     updates = args.pretraining_updates
     rounds = max(1, min(8, updates // 10))
@@ -2063,7 +2069,7 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
             train_world_model(args, x.nets, x.optimisers["world"], x.sources(), x.generator, 1)
 
     study = graphed(study, (x.generator,), args.cudagraphs)
-    bar = tqdm(range(rounds), desc="pretraining", unit="round", leave=False)
+    bar = tqdm(range(rounds), desc="pretraining", unit="round", leave=False, disable=RANK > 0)
     for number in bar:
         w, _, _ = rollout(args, x.env, watch, x.nets, x.carry, x.generator, args.num_steps, learners_act=False)
         x.replay.push(w)
@@ -2097,7 +2103,7 @@ def spread(weights: dict[str, torch.Tensor], copies: int, members: int) -> dict[
     }
 
 
-def load_models(args: Args, models: Models, config: StagHuntConfig) -> bool:
+def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.vae_checkpoint is None:
         return False
     saved = load_file(args.vae_checkpoint, "subgoals-1", "VAE checkpoint")
@@ -2105,11 +2111,11 @@ def load_models(args: Args, models: Models, config: StagHuntConfig) -> bool:
     wanted = {name: getattr(args, name) for name in ("goal_kind", size, "hidden")}
     names = ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
     check_same(args.vae_checkpoint, saved["args"], wanted, config, names)
-    load_seeds(models, saved["model"], 1)
+    load_seeds(models, saved["model"], 1, seeds[0] - args.seed)
     return True
 
 
-def load_world_model(args: Args, world: nn.Module | None, config: StagHuntConfig) -> bool:
+def load_world_model(args: Args, world: nn.Module | None, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.world_model_checkpoint is None or world is None:
         return False
     saved = load_file(args.world_model_checkpoint, "world-model-2", "world-model checkpoint")
@@ -2117,7 +2123,7 @@ def load_world_model(args: Args, world: nn.Module | None, config: StagHuntConfig
     names = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial")
     names += ("height", "width") if args.wm_head == "pixel" else ()
     check_same(args.world_model_checkpoint, saved["args"], wanted, config, names)
-    load_seeds(world, saved["model"], args.wm_ensemble)
+    load_seeds(world, saved["model"], args.wm_ensemble, seeds[0] - args.seed)
     return True
 
 
@@ -2129,12 +2135,12 @@ def check_same(path: str, saved: dict, wanted: dict, config: StagHuntConfig, nam
         raise ValueError(f"{path} does not fit: {', '.join(differs)}")
 
 
-def load_seeds(net: nn.Module, saved: dict[str, torch.Tensor], members: int) -> None:
-    """Seed s starts from the checkpoint's seed s (again from the first where there are fewer)."""
+def load_seeds(net: nn.Module, saved: dict[str, torch.Tensor], members: int, first: int) -> None:
+    """Seed s, counted from `first` on, starts from the checkpoint's seed s (again from the first where there are fewer)."""
     kept = net.state_dict()
     for key, value in saved.items():
         seeds, there = len(kept[key]) // members, len(value) // members
-        index = torch.arange(seeds) % there
+        index = torch.arange(first, first + seeds) % there
         kept[key].copy_(value.unflatten(0, (there, members))[index].flatten(0, 1))
 
 
@@ -2160,12 +2166,12 @@ def read_totals(x: Experiment) -> dict[str, np.ndarray]:
 
 def log_row(x: Experiment, found: dict[str, np.ndarray], s: int) -> dict[str, float]:
     """Everything that seed s logs. `charts/` are means over the games that ended; the rest are means over the learners."""
-    n, blocks = x.env.config.num_players, x.seating.blocks
+    n, blocks = x.env.config.num_players, len(found["games/games"])
     games = {key: found[f"games/{key}"][s] for key in ("games", "return", "stag", "hare", "length")}  # [N]
     count = max(games["games"][0], 1e-9)
     returns = games["return"] / count if games["games"][0] else np.full(n, math.nan)
     stag, hare = games["stag"].sum() / count / n, games["hare"].sum() / count / n
-    seats = [i for i, kind in enumerate(x.seating.kinds[s].tolist()) if kind == LEARNER]
+    seats = [i for i, kind in enumerate(x.seating.kinds[0].tolist()) if kind == LEARNER]
     row = {"charts/episodic_return": returns[seats].mean(), "charts/episodic_length": games["length"][0] / count}
     row |= {f"charts/episodic_return/player_{i}": returns[i] for i in range(n)}
     row |= {"charts/stag_share": stag, "charts/hare_share": hare, "charts/nothing_share": max(0.0, 1 - stag - hare)}
@@ -2366,6 +2372,106 @@ def film(x: Experiment, path: Path, games: int = 6) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Several processes. torchrun starts them and tells each its number, the rank. A rank takes whole seeds, or plays a part of
+# every seed's games and averages its gradients with the others'. The first one writes.
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+GAMES, SAMPLES = ("env", "carry", "generators"), ("replay", "trusted")  # in a checkpoint: they begin anew on other ranks
+
+
+def share_of_rank(args: Args) -> Args:
+    """The flags of this rank's part: whole seeds if they can be dealt out, else a part of all games and the models' samples"""
+    each, rest = divmod(args.num_seeds, WORLD)
+    if rest == 0:
+        return dataclasses.replace(args, seed=args.seed + RANK * each, num_seeds=each)
+    if args.num_envs % WORLD:
+        raise ValueError(f"--num-seeds {args.num_seeds} or --num-envs {args.num_envs} must be a multiple of the {WORLD} ranks")
+    parts = {name: math.ceil(getattr(args, name) / WORLD) for name in ("num_envs", "model_games", "wm_batch_size")}
+    checked(dataclasses.replace(args, **parts))  # its games must still fill the minibatches
+    return dataclasses.replace(args, **parts)
+
+
+def join_ranks(device: torch.device) -> torch.device:
+    """Under torchrun, with one process too: meets the other ranks. -> this rank's device"""
+    cuda = device.type == "cuda"
+    if "RANK" in os.environ and cuda:
+        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
+    return device
+
+
+def of_all_ranks(value) -> list:
+    """What each rank has to say, once all have said it"""
+    found = [value] * WORLD
+    if dist.is_initialized():
+        dist.all_gather_object(found, value)
+    return found
+
+
+def figures_of_all(found: dict[str, np.ndarray], by_seed: bool) -> dict[str, np.ndarray]:
+    """The seeds of all ranks in a row, or means over the ranks (samples: sums); the same on each, so that all stop together"""
+    parts = of_all_ranks(found)
+    if by_seed or WORLD == 1:
+        return {name: np.concatenate([part[name] for part in parts]) for name in found}
+    return {name: sum(part[name] for part in parts) / (1 if name.endswith("/samples") else WORLD) for name in found}
+
+
+def learn_together(x: Experiment) -> None:
+    """All ranks start from the first one's networks and rehearsed games; from here on they average their gradients."""
+    shared = [p for net in x.nets if net is not None for p in net.parameters()]
+    shared += [] if x.rehearsed is None else [*x.rehearsed.steps, x.rehearsed.pushed, x.rehearsed.carried]
+    for tensor in shared:
+        tensor.averaged = True
+        dist.broadcast(tensor.detach().flatten().view(torch.uint8), 0)  # as bytes: some types cannot be sent
+
+
+def average_and_clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """`clip_per_model`, of the mean gradient where ranks learn together"""
+    if getattr(parameters[0], "averaged", False):
+        mean = torch.cat([p.grad.flatten() for p in parameters]) / WORLD
+        dist.all_reduce(mean)
+        for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(part.view_as(p))
+    return clip_per_model(parameters, max_norm)
+
+
+def by_learner(change, parts: list, axis: int = 0):
+    """Nested dictionaries of one or more ranks -> one, by change(tensors, axis of the learners)"""
+    if isinstance(parts[0], dict):
+        return {key: by_learner(change, [part[key] for part in parts], int(key in Steps._fields)) for key in parts[0]}
+    return change(parts, axis) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
+
+
+def gathered(x: Experiment, by_seed: bool) -> dict:
+    """For a checkpoint, on the first rank: `tensors` as one process would hold them, and `ranks`, what each has for itself"""
+    if WORLD == 1:
+        return {"tensors": x.tensors()}
+    torch.save(x.tensors(), buffer := io.BytesIO())
+    parts = [None] * WORLD if RANK == 0 else None
+    dist.gather_object(buffer.getvalue(), parts)
+    if RANK > 0:
+        return {}
+    parts = [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in parts]
+    own = [{name: part[name] for name in (GAMES if by_seed else GAMES + SAMPLES)} for part in parts]
+    return {"tensors": {**(by_learner(torch.cat, parts) if by_seed else parts[0]), **own[0]}, "ranks": own}
+
+
+def take_up(x: Experiment, saved: dict, by_seed: bool) -> None:
+    """Goes on from a checkpoint: bit for bit on as many ranks as before, else in new games."""
+    tensors, own = saved["tensors"], saved.get("ranks", [{}])
+    if by_seed:
+        tensors = {name: part for name, part in tensors.items() if name not in GAMES}
+        tensors = by_learner(lambda parts, axis: parts[0].chunk(WORLD, axis)[RANK].clone(), [tensors])
+    if len(own) != WORLD:
+        if RANK == 0:
+            print(f"{len(own)} rank(s) before, {WORLD} now: learning goes on, in games that begin anew")
+        own = [{name: part for name, part in x.tensors().items() if name in GAMES + SAMPLES}] * WORLD
+    x.load({**tensors, **own[RANK]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The loop
 
 
@@ -2436,6 +2542,8 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError("--resume, --evaluate, --adapt and --profile exclude each other")
     if not args.adapt_modes:
         raise ValueError("--adapt-modes names none of frozen, search, learning and both")
+    if WORLD > 1 and (args.evaluate or args.adapt or args.profile):
+        raise ValueError(f"--evaluate, --adapt and --profile take one process, not {WORLD}: start them without torchrun")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
             f"{args.num_minibatches} minibatches need as many samples; a learner has {args.num_steps * args.num_envs}"
@@ -2489,53 +2597,63 @@ def main(args: Args) -> dict[str, float]:
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
     if checkpoint and checkpoint["device"] != device.type:
         raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on bit for bit on {device.type}")
+    own, device = share_of_rank(args), join_ranks(device)  # own: the flags of this rank's part
+    by_seed, say = own.num_seeds < args.num_seeds, print if RANK == 0 else lambda *_, **__: None
     set_precision(args)
-    seeds = list(range(args.seed, args.seed + args.num_seeds))
-    kinds = seat_kinds(args.seats.split(","))
-    seating = make_seating([kinds] * args.num_seeds, args.num_envs, args.share_parameters, device)
+    seeds, done = list(range(args.seed, args.seed + args.num_seeds)), checkpoint["iteration"] if checkpoint else 0
+    kinds, own_seeds = seat_kinds(args.seats.split(",")), list(range(own.seed, own.seed + own.num_seeds))
+    seating = make_seating([kinds] * own.num_seeds, own.num_envs, args.share_parameters, device)
     games = min(256, args.pretraining_games) * (kinds.count(LEARNER) if args.share_parameters else 1)
-    x = make_experiment(args, seating, seeds, device, games if modelled(args) and args.rehearsal else 0)
+    stream = 3 * (1000 * done + (0 if by_seed else RANK))  # other games for each rank, and if they begin anew later
+    x = make_experiment(own, seating, own_seeds, device, games if modelled(args) and args.rehearsal else 0, purpose=stream)
     if modelled(args) and not checkpoint:
         if not (args.vae_checkpoint and (args.world_model_checkpoint or not needs_world(args))):
-            print(f"pretraining the models on rule-based games, {args.pretraining_updates} updates (--vae-checkpoint and "
-                  "--world-model-checkpoint take them from elsewhere)", flush=True)  # fmt: skip
-        weights, games, learned = pretrain(args, seeds, device)
+            say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates (--vae-checkpoint and "
+                "--world-model-checkpoint take them from elsewhere)", flush=True)  # fmt: skip
+        weights, games, learned = pretrain(args, own_seeds, device)
         for name, members in (("models", 1), ("world", args.wm_ensemble)):
             if name in weights:
-                getattr(x.nets, name).load_state_dict(spread(weights[name], len(x.trusted) // args.num_seeds, members))
+                getattr(x.nets, name).load_state_dict(spread(weights[name], len(x.trusted) // own.num_seeds, members))
         if x.rehearsed is not None:
             for number in range(args.replay_rollouts):
                 x.rehearsed.push(Steps(*(field[number] for field in games)))
             if memory(args):
                 x.rehearsed.carried.copy_(games.summary[0, :, 0] / memory(args))
         shown = ", ".join(f"{key} {value:.4g}" for key, value in learned.items() if "channel" not in key)
-        print(f"on fresh rule-based games: {shown}", flush=True)
+        say(f"on fresh rule-based games: {shown}", flush=True)
     ready = time.time() - started
     steps_each = args.num_envs * args.num_steps
-    iterations, done, spent = math.ceil(args.total_steps / steps_each), 0, 0.0
+    iterations, spent = math.ceil(args.total_steps / steps_each), 0.0
     if checkpoint:
-        x.load(checkpoint["tensors"])
-        done, spent, folders = checkpoint["iteration"], checkpoint["seconds"], [Path(f) for f in checkpoint["folders"]]
-        for folder in folders:
+        take_up(x, checkpoint, by_seed)
+        spent, folders = checkpoint["seconds"], [Path(f) for f in checkpoint["folders"]]
+        for folder in folders if RANK == 0 else ():
             keep_lines(folder / "metrics.jsonl", "iteration", done)
     else:
         stamp = int(time.time())
         while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
             stamp += 1
+        stamp = of_all_ranks(stamp)[0]
         folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.method}__{s}__{stamp}" for s in seeds]
-        for folder in folders:
+        for folder in folders if RANK == 0 else ():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-    writers = [SummaryWriter(folder, purge_step=done * steps_each + 1) for folder in folders]
-    print(f"{config.setting}, {args.method}, {len(x.trusted)} learner(s), {args.num_envs} games per seed, on {device}")
-    print(f"ready after {ready:.1f} s; run folder {folders[0]}", flush=True)
+    if dist.is_initialized() and not by_seed:
+        learn_together(x)
+    writers = [SummaryWriter(folder, purge_step=done * steps_each + 1) for folder in folders if RANK == 0]
+    place = f"{device}" if WORLD == 1 else f"{device} and as many on each of {WORLD - 1} other rank(s)"
+    say(f"{config.setting}, {args.method}, {len(x.trusted)} learner(s), {own.num_envs} games per seed, on {place}")
+    say(f"ready after {ready:.1f} s; run folder {folders[0]}", flush=True)
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-mcts-1", "args": kept, "tensors": x.tensors(), "iteration": done, "device": device.type}
-        save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
+        content = {"format": "hopplus-mcts-1", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        if RANK == 0:
+            save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
+        of_all_ranks(None)  # nobody goes on, or ends, before it is written
 
-    bar = tqdm(initial=done * steps_each, total=iterations * steps_each, unit="step", unit_scale=True, mininterval=1)
+    bar = tqdm(initial=done * steps_each, total=iterations * steps_each, unit="step", unit_scale=True, mininterval=1,
+               disable=RANK > 0)  # fmt: skip
     graphs, row, clock, began, rows = {}, {}, 0.0, time.time(), []
     while done < iterations:
         progress = done / iterations
@@ -2548,7 +2666,7 @@ def main(args: Args) -> dict[str, float]:
         ready, began, done = ready + capturing, began + capturing, done + 1
         if done % args.log_every and done < iterations:
             continue
-        found = read_totals(x)
+        found = figures_of_all(read_totals(x), by_seed)
         clock, steps = time.time() - began, done * steps_each
         rows = [log_row(x, found, s) for s in range(args.num_seeds)]
         for s, row in enumerate(rows):
@@ -2560,6 +2678,8 @@ def main(args: Args) -> dict[str, float]:
                 raise FloatingPointError(f"{bad} is {row[bad]} at {where}")
             row["audit/updates"] = done * args.update_epochs * args.num_minibatches
             row["audit/buffer_steps"] = min(done, args.replay_rollouts) * steps_each if x.replay is not None else steps_each
+            if RANK > 0:
+                continue
             timing = {f"time/{name}": value for name, value in stage_seconds(marks).items()}
             timing |= {"time/training": spent + clock, "time/ready": ready}
             timing["charts/SPS"] = steps * args.num_seeds / (spent + clock)
@@ -2571,16 +2691,17 @@ def main(args: Args) -> dict[str, float]:
         bar.update(steps - bar.n)
         bar.set_postfix_str(f"return {mean['charts/episodic_return']:.3f}, stag share {mean['charts/stag_share']:.2f}")
         paused = time.time()  # pictures and checkpoints are no training
-        if (args.picture_every and done % args.picture_every < args.log_every) or done == iterations:
-            draw_pictures(x, found, writers, steps)
+        if RANK == 0 and ((args.picture_every and done % args.picture_every < args.log_every) or done == iterations):
+            draw_pictures(x, found, writers[: own.num_seeds], steps)
         if done % args.save_every < args.log_every or done == iterations:
             save()
         began += time.time() - paused
     bar.close()
-    film(x, folders[0] / "games.gif")
+    if RANK == 0:
+        film(x, folders[0] / "games.gif")
     for writer in writers:
         writer.close()
-    print(f"{spent + clock:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
+    say(f"{spent + clock:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
     return {
         "checkpoint": str(folders[0] / "checkpoint.pt"),
         **{k: float(np.mean([r[k] for r in rows])) for k in (rows[0] if rows else {})},
@@ -3032,3 +3153,5 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 if __name__ == "__main__":
     command_line(Args, main)
+    if dist.is_initialized():
+        dist.destroy_process_group()

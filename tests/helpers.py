@@ -148,3 +148,11 @@ def parts_of(x, inputs):
     board, acts = board.unflatten(-1, shape).byte(), acts.unflatten(-1, (n, 7))
     assert (acts.sum(-1) == 1).all()
     return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}
+
+
+def same_tree(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_tree(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

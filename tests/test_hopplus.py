@@ -12,7 +12,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import PRETRAINING_CASES, lines_of, mixed_actions, parts_of, random_kinds, seeded, without_times
+from helpers import PRETRAINING_CASES, lines_of, mixed_actions, parts_of, random_kinds, same_tree, seeded, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -84,14 +84,6 @@ def steps_of(**fields):
 
 def choices_of(**fields):
     return hop.Choices(**{**dict.fromkeys(hop.Choices._fields), **fields})
-
-
-def same_tree(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_tree(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def weights(net):
