@@ -8,6 +8,7 @@ of trees grow at once on the device; the policy learns from what the search find
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
     python hopplus_mcts.py --evaluate runs/RUN/checkpoint.pt --planner none
     python hopplus_mcts.py --adapt runs/RUN/checkpoint.pt         # frozen, searching, learning; also runs of hopplus_ppo.py
+    python hopplus_mcts.py --cross-play runs/RUN/checkpoint.pt    # each seed's learners among those of the other seeds
     python hopplus_mcts.py --profile                              # where the time of a search goes
 
 `diff hopplus_ppo.py hopplus_mcts.py` shows what search changes.
@@ -281,7 +282,7 @@ class Args:
     """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it, the
     flags of the search too unless they are given"""
     eval_games: int = 1000
-    """--evaluate: games per seed"""
+    """--evaluate: games per seed; --cross-play: per pair of seeds"""
     adapt: str | None = None
     """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or
     --adapt-sets), see --adapt-modes. Read besides --adapt-* and the flags of the search: --seed, --learning-rate,
@@ -304,6 +305,10 @@ class Args:
     """--adapt: the learner as it is; searching; learning; searching and learning"""
     adapt_references: bool = True
     """--adapt: also measure a random player and train a best response to each set, to normalise the scores"""
+    cross_play: str | None = None
+    """seat a learner of each of this checkpoint's seeds among the learners of each seed, in every seat, frozen, searching as
+    in --evaluate; a matrix
+    of its returns"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
 
 
@@ -2379,7 +2384,7 @@ def checked(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config.checked()
     resolve_device(args.device)
-    if args.evaluate is None and args.adapt is None:  # these two ask the checkpoint
+    if args.evaluate is None and args.adapt is None and args.cross_play is None:  # these ask the checkpoint
         seats = check_seats(resolved(args).seats.split(","), config.num_players, ("learner", "mixed", *STRANGERS))
         if "learner" not in seats:
             raise ValueError(f"--seats {args.seats}: nobody learns")
@@ -2428,8 +2433,8 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError("--subgoals hindsight changes what the policy read, --policy-loss ppo must know what the search read")
     if needs_world(args) and args.share_parameters and config.strengths is not None:
         raise ValueError("--strengths with --share-parameters: one world model cannot know whose strength it is to pay for")
-    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.profile)) > 1:
-        raise ValueError("--resume, --evaluate, --adapt and --profile exclude each other")
+    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.cross_play, args.profile)) > 1:
+        raise ValueError("--resume, --evaluate, --adapt, --cross-play and --profile exclude each other")
     if not args.adapt_modes:
         raise ValueError("--adapt-modes names none of frozen, search, learning and both")
     if args.num_steps * args.num_envs < args.num_minibatches:
@@ -2475,6 +2480,8 @@ def main(args: Args) -> dict[str, float]:
         return evaluate(args)
     if args.adapt:
         return adapt(args)
+    if args.cross_play:
+        return cross_play(args, *load_run(args, args.cross_play))
     if args.profile:
         return profile(resolved(args))
     checkpoint = None
@@ -2965,6 +2972,69 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     figure.tight_layout()
     figure.savefig(folder / "adaptation.png", dpi=75)
     print(f"tables and curves in {folder}")
+
+
+def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
+    """A learner of each seed among the learners of each seed, frozen, in every seat: a matrix of its returns."""
+    config, device, folder = source.config.checked(), resolve_device(args.device), Path(args.cross_play).parent
+    n, seeds = config.num_players, source.num_seeds
+    if seeds < 2:
+        raise ValueError(f"--cross-play needs a run of at least 2 seeds, {args.cross_play} has 1: train with --num-seeds")
+    if set(source.seats.split(",")) != {"learner"}:
+        raise ValueError(f"--cross-play needs learners in all seats, not {source.seats}")
+    each = math.ceil(args.eval_games / n / 32)  # in 32 places at once, so that many seeds find room
+    games = math.ceil(args.eval_games / n / each)
+    changes = {"num_envs": games, "num_steps": 1, "replay_rollouts": 1, "imagination": False, "forget": 0.0, "compile": False}
+    trained = dataclasses.replace(source, **changes)
+    meetings = list(itertools.product(range(seeds), range(seeds), range(n)))  # whose learner, among whose, in which seat
+    index = [saved_learner(source, a if i == own else b, i) for a, b, own in meetings for i in range(n)]
+    seating = make_seating([[LEARNER] * n] * len(meetings), games, False, device)
+    x = make_experiment(trained, seating, [args.seed], device, purpose=2)
+    transplant(x, saved, torch.tensor(index))
+    play = (trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time)
+    sums = [rollout(*play, games_each=each)[2] for _ in tqdm(range(each), desc="cross-play", unit="game", leave=False)]
+    total, count = (sum(found[key] for found in sums) for key in ("return", "games"))  # [meetings, N]
+    own_seat = (total / count).view(seeds, seeds, n, n).diagonal(dim1=2, dim2=3)
+    matrix, names = own_seat.mean(2).cpu().numpy(), [str(source.seed + s) for s in range(seeds)]
+    print(f"{config.setting}, {args.cross_play}, frozen; {games * each * n} games per pair")
+    print("return of a learner of one seed (row) among learners of one seed (column)")
+    rows = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
+    print("".join(name.rjust(8) for name in ("", *names)))
+    for name, *row in rows:
+        print(name.rjust(8) + "".join(f"{value:8.3f}" for value in row))
+    scores = {"own team": interval(matrix.diagonal().tolist()), "other teams": off_diagonal(matrix)}
+    for name, (mean, half) in scores.items():
+        print(f"{name} {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}"))
+    with open(folder / "cross_play.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["learner of seed", *(f"among seed {name}" for name in names)], *rows])
+    draw_cross_play(folder / "cross_play.png", matrix, names)
+    return {name: mean for name, (mean, _) in scores.items()}
+
+
+def off_diagonal(matrix: np.ndarray) -> tuple[float, float]:
+    """mean of what lies off the diagonal [S, S] and half width of its 95 % interval. All entries of a seed depend on each
+    other, hence the jackknife over seeds; it needs three."""
+    seeds, off = len(matrix), ~np.eye(len(matrix), dtype=bool)
+    if seeds < 3:
+        return float(matrix[off].mean()), math.nan
+    without = [np.delete(np.delete(matrix, s, 0), s, 1)[off[1:, 1:]].mean() for s in range(seeds)]
+    return interval([seeds * matrix[off].mean() - (seeds - 1) * mean for mean in without])
+
+
+def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(1.6 + 0.6 * len(names), 1.2 + 0.6 * len(names)))
+    axis.imshow(matrix, alpha=0.5)  # light, so that the figures can be read
+    for (row, column), value in np.ndenumerate(matrix):
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlabel="among learners of seed", xticks=range(len(names)), xticklabels=names)
+    axis.set(ylabel="learner of seed", yticks=range(len(names)), yticklabels=names)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

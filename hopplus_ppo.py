@@ -8,6 +8,7 @@
     python hopplus_ppo.py --resume runs/RUN/checkpoint.pt
     python hopplus_ppo.py --evaluate runs/RUN/checkpoint.pt --seats learner,nearest_hare,nearest_hare,nearest_hare
     python hopplus_ppo.py --adapt runs/RUN/checkpoint.pt          # meets co-players it never trained with
+    python hopplus_ppo.py --cross-play runs/RUN/checkpoint.pt     # each seed's learners among those of the other seeds
 
 The notes' three experiments: real data only, imagined data for the actor alone, and for actor and critic. Each logs the
 distributions of real and imagined reward, return and value.
@@ -244,7 +245,7 @@ class Args:
     evaluate: str | None = None
     """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it"""
     eval_games: int = 1000
-    """--evaluate: games per seed"""
+    """--evaluate: games per seed; --cross-play: per pair of seeds"""
     adapt: str | None = None
     """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or
     --adapt-sets), frozen and learning. Read besides --adapt-*: --seed, --learning-rate, --update-epochs,
@@ -264,6 +265,9 @@ class Args:
     """--adapt: imagined games in each batch"""
     adapt_references: bool = True
     """--adapt: also measure a random player and train a best response to each set, to normalise the scores"""
+    cross_play: str | None = None
+    """seat a learner of each of this checkpoint's seeds among the learners of each seed, in every seat, frozen; a matrix
+    of its returns"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
 
 
@@ -1873,7 +1877,7 @@ def checked(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config.checked()
     resolve_device(args.device)
-    if args.evaluate is None and args.adapt is None:  # these two ask the checkpoint
+    if args.evaluate is None and args.adapt is None and args.cross_play is None:  # these ask the checkpoint
         seats = check_seats(resolved(args).seats.split(","), config.num_players, ("learner", "mixed", *STRANGERS))
         if "learner" not in seats:
             raise ValueError(f"--seats {args.seats}: nobody learns")
@@ -1911,8 +1915,8 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError("--inter-episode-belief needs subgoals or imagination: there is nothing to remember otherwise")
     if args.imagination and args.share_parameters and config.strengths is not None:
         raise ValueError("--strengths with --share-parameters: one world model cannot know whose strength it is to pay for")
-    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt)) > 1:
-        raise ValueError("--resume, --evaluate and --adapt exclude each other")
+    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.cross_play)) > 1:
+        raise ValueError("--resume, --evaluate, --adapt and --cross-play exclude each other")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
             f"{args.num_minibatches} minibatches need as many samples; a learner has {args.num_steps * args.num_envs}"
@@ -1956,6 +1960,8 @@ def main(args: Args) -> dict[str, float]:
         return evaluate(args)
     if args.adapt:
         return adapt(dataclasses.replace(resolved(args), seats=args.seats))
+    if args.cross_play:
+        return cross_play(args, saved := load_file(args.cross_play, "hopplus-2", "checkpoint"), args_from(saved["args"]))
     checkpoint = None
     if args.resume:
         checkpoint = load_file(args.resume, "hopplus-2", "checkpoint")
@@ -2386,6 +2392,69 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     figure.tight_layout()
     figure.savefig(folder / "adaptation.png", dpi=75)
     print(f"tables and curves in {folder}")
+
+
+def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
+    """A learner of each seed among the learners of each seed, frozen, in every seat: a matrix of its returns."""
+    config, device, folder = source.config.checked(), resolve_device(args.device), Path(args.cross_play).parent
+    n, seeds = config.num_players, source.num_seeds
+    if seeds < 2:
+        raise ValueError(f"--cross-play needs a run of at least 2 seeds, {args.cross_play} has 1: train with --num-seeds")
+    if set(source.seats.split(",")) != {"learner"}:
+        raise ValueError(f"--cross-play needs learners in all seats, not {source.seats}")
+    each = math.ceil(args.eval_games / n / 32)  # in 32 places at once, so that many seeds find room
+    games = math.ceil(args.eval_games / n / each)
+    changes = {"num_envs": games, "num_steps": 1, "replay_rollouts": 1, "imagination": False, "forget": 0.0, "compile": False}
+    trained = dataclasses.replace(source, **changes)
+    meetings = list(itertools.product(range(seeds), range(seeds), range(n)))  # whose learner, among whose, in which seat
+    index = [saved_learner(source, a if i == own else b, i) for a, b, own in meetings for i in range(n)]
+    seating = make_seating([[LEARNER] * n] * len(meetings), games, False, device)
+    x = make_experiment(trained, seating, [args.seed], device, purpose=2)
+    transplant(x, saved, torch.tensor(index))
+    play = (trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time)
+    sums = [rollout(*play, games_each=each)[2] for _ in tqdm(range(each), desc="cross-play", unit="game", leave=False)]
+    total, count = (sum(found[key] for found in sums) for key in ("return", "games"))  # [meetings, N]
+    own_seat = (total / count).view(seeds, seeds, n, n).diagonal(dim1=2, dim2=3)
+    matrix, names = own_seat.mean(2).cpu().numpy(), [str(source.seed + s) for s in range(seeds)]
+    print(f"{config.setting}, {args.cross_play}, frozen; {games * each * n} games per pair")
+    print("return of a learner of one seed (row) among learners of one seed (column)")
+    rows = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
+    print("".join(name.rjust(8) for name in ("", *names)))
+    for name, *row in rows:
+        print(name.rjust(8) + "".join(f"{value:8.3f}" for value in row))
+    scores = {"own team": interval(matrix.diagonal().tolist()), "other teams": off_diagonal(matrix)}
+    for name, (mean, half) in scores.items():
+        print(f"{name} {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}"))
+    with open(folder / "cross_play.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["learner of seed", *(f"among seed {name}" for name in names)], *rows])
+    draw_cross_play(folder / "cross_play.png", matrix, names)
+    return {name: mean for name, (mean, _) in scores.items()}
+
+
+def off_diagonal(matrix: np.ndarray) -> tuple[float, float]:
+    """mean of what lies off the diagonal [S, S] and half width of its 95 % interval. All entries of a seed depend on each
+    other, hence the jackknife over seeds; it needs three."""
+    seeds, off = len(matrix), ~np.eye(len(matrix), dtype=bool)
+    if seeds < 3:
+        return float(matrix[off].mean()), math.nan
+    without = [np.delete(np.delete(matrix, s, 0), s, 1)[off[1:, 1:]].mean() for s in range(seeds)]
+    return interval([seeds * matrix[off].mean() - (seeds - 1) * mean for mean in without])
+
+
+def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(1.6 + 0.6 * len(names), 1.2 + 0.6 * len(names)))
+    axis.imshow(matrix, alpha=0.5)  # light, so that the figures can be read
+    for (row, column), value in np.ndenumerate(matrix):
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlabel="among learners of seed", xticks=range(len(names)), xticklabels=names)
+    axis.set(ylabel="learner of seed", yticks=range(len(names)), yticklabels=names)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

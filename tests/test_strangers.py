@@ -1,15 +1,20 @@
-"""Players whom nobody trained with, in both scripts that learn."""
+"""Players whom nobody trained with, in both scripts that learn; and learners of one seed among those of another."""
 
 import csv
 import dataclasses
+import itertools
+import math
+import re
 
 import helpers
+import numpy as np
 import pytest
 import torch
+from helpers import seeded
 
 import hopplus_mcts
 import hopplus_ppo
-from stag_hunt_env import PLAYER_PROBS, STAY, STRANGER_PROBS, StagHuntFlags, copy_state
+from stag_hunt_env import PLAYER_PROBS, STAY, STRANGER_PROBS, StagHuntEnv, StagHuntFlags, copy_state, sample
 
 CPU = torch.device("cpu")
 TINY = {**helpers.TINY, "num_goals": 5, "method": "ppo"}
@@ -200,6 +205,10 @@ REFUSED = [  # flags, what the error must say
     ({"adapt": "{one}", "adapt_sets": "strangers"}, "have 3 co-players, this game has 2: use --seats"),
     ({"adapt": "{one}", "adapt_sets": "strangers", "seats": "learner,waiting,waiting"}, "--seats and --adapt-sets strangers"),
     ({"adapt": "{one}", "seats": "learner,waiting,wolf"}, "'wolf'; the known ones are .*noisy_stag.*switching"),
+    ({"cross_play": "{one}"}, "at least 2 seeds, .* has 1: train with --num-seeds"),
+    ({"cross_play": "{mixed}"}, "learners in all seats, not learner,mixed,learner"),
+    ({"cross_play": "{two}", "evaluate": "{two}"}, "--cross-play.* exclude each other"),
+    ({"cross_play": "missing.pt"}, "there is no checkpoint missing.pt"),
 ]
 
 
@@ -212,3 +221,102 @@ def test_refused(hop, tmp_path):
         with pytest.raises(ValueError, match=words):
             hop.main(hop.Args(device="cpu", **{key: value.format_map(paths) for key, value in flags.items()}))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross-play
+
+
+def cross_play(hop, path, **flags):
+    """the table [S, S] that it writes, and the seeds' names"""
+    found = hop.main(hop.Args(cross_play=path, device="cpu", **flags))
+    with open(path.replace("checkpoint.pt", "cross_play.csv"), newline="") as file:
+        header, *rows = csv.reader(file)
+    names = [row[0] for row in rows]
+    assert header == ["learner of seed", *(f"among seed {name}" for name in names)]
+    matrix = np.array([[float(value) for value in row[1:]] for row in rows])
+    assert found["own team"] == pytest.approx(matrix.diagonal().mean())
+    off = [matrix[a, b] for a, b in itertools.permutations(range(len(names)), 2)]
+    assert set(found) == {"own team", "other teams"} and found["other teams"] == pytest.approx(np.mean(off))
+    return matrix, names
+
+
+def alone_among_stayers(seat, games=4000):
+    """mean return, and its standard error, of one who acts at random while the others stay"""
+    env, generator = StagHuntEnv(helpers.TINY_CONFIG.checked(), games, seed=9), seeded(9)
+    state, total = env.initial_state(), torch.zeros(games)
+    for _ in range(env.config.final_time):
+        actions = torch.full((games, 3), STAY)
+        actions[:, seat] = sample(PLAYER_PROBS["random"](env, state, seat), generator)
+        state, reward, *_ = env.transition(state, actions)
+        total += reward[:, seat]
+    return float(total.mean()), float(total.std()) / math.sqrt(games)
+
+
+def test_the_row_is_who_plays_and_the_column_is_among_whom(tmp_path, capsys):
+    """Only learner 2 of seed 5 ever moves: it scores among anybody, and nobody else does."""
+    path = saved_run(tmp_path, num_seeds=3, seed=5, actors=[True, True, False] + [True] * 6)
+    matrix, names = cross_play(hopplus_ppo, path, eval_games=1152)
+    expected, error = alone_among_stayers(2)
+    assert names == ["5", "6", "7"] and expected > 0.15
+    assert (matrix[1:] == 0).all(), "its team's returns are not its partner's"
+    assert np.abs(matrix[0] - expected / 3).max() < 5 * error * math.sqrt(4000 / 384) / 3  # it sits in one seat of three
+    printed = capsys.readouterr().out
+    assert "1152 games per pair" in printed and re.search(rf"^ +5 +{matrix[0, 0]:.3f} +{matrix[0, 1]:.3f}", printed, re.M)
+    assert (tmp_path / "cross_play.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_everybody_keeps_the_seat_in_which_it_learned(share, tmp_path, monkeypatch):
+    transplant, seen = hopplus_ppo.transplant, []
+    monkeypatch.setattr(hopplus_ppo, "transplant", lambda x, saved, index: (seen.append(index), transplant(x, saved, index)))
+    flags = {"share_parameters": share, "actors": [False, True] if share else [False] * 3 + [True] * 3}
+    matrix, _ = cross_play(hopplus_ppo, saved_run(tmp_path, num_seeds=2, **flags), eval_games=600)
+    of_seeds = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert seen[0].tolist() == (of_seeds if share else [3 * s + k % 3 for k, s in enumerate(of_seeds)])
+    expected = [alone_among_stayers(seat) for seat in range(3)]
+    error = math.hypot(*(error for _, error in expected)) / 3 * math.sqrt(4000 / 200)
+    assert abs(matrix[0, 1] - np.mean([mean for mean, _ in expected])) < 5 * error
+    assert (matrix[1] == 0).all() and matrix[0, 0] > 0.15
+
+
+@both_scripts
+def test_the_same_learners_under_other_names_are_all_alike(hop, tmp_path, monkeypatch):
+    rollout, sums, summaries = hop.rollout, [], []
+
+    def watched(*args, **more):
+        found = rollout(*args, **more)
+        if args[6] > 1:
+            sums.append(found[2]["games"])
+            summaries.append(args[4]["summary"].clone())
+            assert args[0].forget == 0 and args[3].world is None
+        return found
+
+    config = dataclasses.replace(helpers.TINY_CONFIG, steps_after_first_hunt=0)  # games of different lengths
+    path = saved_run(tmp_path, hop, num_seeds=3, method="hopplus", actors=[False] * 9, config=config)
+    monkeypatch.setattr(hop, "rollout", watched)
+    matrix, _ = cross_play(hop, path, eval_games=300, **({} if hop is hopplus_ppo else {"planner": "none"}))
+    assert (sum(sums) == 100).all() and len(sums) == 4, "4 games in each of 25 places for every pair and seat"
+    assert (summaries[0] != 0).any(), "with memories"
+    deviation = 5 / 3 * 0.6 / math.sqrt(300)  # returns of such games deviate by less than 0.6
+    assert matrix.max() - matrix.min() < 4 * deviation and matrix.min() > 0.1
+
+
+def test_both_scripts_find_the_same_without_search_and_search_if_asked(tmp_path, monkeypatch):
+    path = saved_run(tmp_path, num_seeds=2, method="ppo-omg")
+    here, _ = cross_play(hopplus_ppo, path, eval_games=12)
+    there, _ = cross_play(hopplus_mcts, path, eval_games=12, planner="none")
+    assert np.array_equal(here, there)
+    plan, planned = hopplus_mcts.plan, []
+    monkeypatch.setattr(hopplus_mcts, "plan", lambda *args: (planned.append(len(args[3].time)), plan(*args))[1])
+    other, _ = cross_play(hopplus_mcts, path, eval_games=12, num_simulations=2)
+    assert set(planned) == {2 * 2 * 3 * 3} and other.shape == (2, 2)
+
+
+@both_scripts
+def test_the_interval_off_the_diagonal(hop):
+    own, partner = np.array([0.3, 1.0, 2.2, -0.4]), np.array([0.5, 0.1, -0.2, 0.9])
+    mean, half = hop.off_diagonal(own[:, None] + partner)  # each seed's effect is its own and that on others
+    assert (mean, half) == pytest.approx(hop.interval((own + partner).tolist()))
+    mean, half = hop.off_diagonal(np.array([[9.0, 1.0], [2.0, 9.0]]))
+    assert mean == 1.5 and math.isnan(half)
