@@ -8,6 +8,7 @@ of trees grow at once on the device; the policy learns from what the search find
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
     python hopplus_mcts.py --evaluate runs/RUN/checkpoint.pt --planner none
     python hopplus_mcts.py --adapt runs/RUN/checkpoint.pt         # frozen, searching, learning; also runs of hopplus_ppo.py
+    python hopplus_mcts.py --cross-play runs/RUN/checkpoint.pt    # each seed's learners among those of the other seeds
     python hopplus_mcts.py --profile                              # where the time of a search goes
     torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # 8 GPUs of one machine
     torchrun --nproc-per-node 2 hopplus_mcts.py --device cpu      # two processes on CPUs
@@ -49,6 +50,8 @@ from stag_hunt_env import (
     NUM_ACTIONS,
     PLAYER_PROBS,
     STAY,
+    STRANGER_PROBS,
+    STRANGERS,
     StagHuntConfig,
     StagHuntEnv,
     StagHuntFlags,
@@ -83,13 +86,23 @@ BY_DEVICE = {  # what a GPU and what two CPU cores do well
 SHORTER = {"cuda": 600_000, "cpu": 80_000}  # total_steps of the methods that search
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
-    "3 NS": (NS, NS, NS),
-    "3 NH": (NH, NH, NH),
-    "3 random": (RANDOM, RANDOM, RANDOM),
-    "NS + 2 NH": (NS, NH, NH),
-    "2 NS + NH": (NS, NS, NH),
-    "2 NS + random": (NS, NS, RANDOM),
-    "NS + NH + random": (NS, NH, RANDOM),
+    "standard": {
+        "3 NS": (NS, NS, NS),
+        "3 NH": (NH, NH, NH),
+        "3 random": (RANDOM, RANDOM, RANDOM),
+        "NS + 2 NH": (NS, NH, NH),
+        "2 NS + NH": (NS, NS, NH),
+        "2 NS + random": (NS, NS, RANDOM),
+        "NS + NH + random": (NS, NH, RANDOM),
+    },
+    "strangers": {
+        "3 noisy NS": ("noisy_stag", "noisy_stag", "noisy_stag"),
+        "3 noisy NH": ("noisy_hare", "noisy_hare", "noisy_hare"),
+        "3 switching": ("switching", "switching", "switching"),
+        "3 waiting": ("waiting", "waiting", "waiting"),
+        "noisy NS + 2 noisy NH": ("noisy_stag", "noisy_hare", "noisy_hare"),
+        "switching + waiting + random": ("switching", "waiting", RANDOM),
+    },
 }
 
 
@@ -123,7 +136,8 @@ class Args:
     """T, steps of each game per iteration"""
     seats: str | None = None
     """who sits where, for example learner,nearest_stag,nearest_hare,random; mixed is a rule-based player drawn anew for each
-    game (None: learners everywhere; --evaluate: as in training; --adapt: seven standard sets)"""
+    game; noisy_stag, noisy_hare, waiting and switching are strangers to the models (None: learners everywhere; --evaluate:
+    as in training; --adapt: see --adapt-sets)"""
     share_parameters: bool = False
     """one set of networks for all learners of a seed"""
     log_every: int = 5
@@ -275,12 +289,15 @@ class Args:
     """only play --eval-games with this checkpoint's learners, frozen, in --seats; the game and all else come from it, the
     flags of the search too unless they are given"""
     eval_games: int = 1000
-    """--evaluate: games per seed"""
+    """--evaluate: games per seed; --cross-play: per pair of seeds"""
     adapt: str | None = None
-    """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or the
-    seven standard sets), see --adapt-modes. Read besides --adapt-* and the flags of the search: --seed, --learning-rate,
+    """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or
+    --adapt-sets), see --adapt-modes. Read besides --adapt-* and the flags of the search: --seed, --learning-rate,
     --update-epochs, --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates, --total-steps (best
     responses)"""
+    adapt_sets: Literal["standard", "strangers"] = "standard"
+    """--adapt without --seats: seven sets of nearest_stag, nearest_hare and random, or six of players whom nobody, not even
+    the models, trained with"""
     adapt_steps: int = 2400
     """--adapt: env steps with the same co-players"""
     adapt_repetitions: int = 64
@@ -295,6 +312,10 @@ class Args:
     """--adapt: the learner as it is; searching; learning; searching and learning"""
     adapt_references: bool = True
     """--adapt: also measure a random player and train a best response to each set, to normalise the scores"""
+    cross_play: str | None = None
+    """seat a learner of each of this checkpoint's seeds among the learners of each seed, in every seat, frozen, searching as
+    in --evaluate; a matrix
+    of its returns"""
     config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
 
 
@@ -675,11 +696,12 @@ class Seating(NamedTuple):
     games: int
     block: torch.Tensor  # [learner seats of all blocks] which block
     seat: torch.Tensor  # and which seat
-    kinds: torch.Tensor  # [S, N] number in PLAYER_PROBS, LEARNER or MIXED
+    kinds: torch.Tensor  # [S, N] number in PLAYER_PROBS and on in STRANGER_PROBS, LEARNER, MIXED or SWITCHING
     place: torch.Tensor  # [S, N] which of the learner seats, 0 where no learner sits
     share: bool  # the learners of a block are one
     rule_based: bool  # somebody is no learner
     mixed: bool  # somebody is drawn anew for each game
+    strangers: bool  # somebody is one of STRANGERS
 
     def to_learners(self, x):
         """[S*E, N, ...] -> [M, E, ...] (shared: E is the games of all seats, seat by seat)"""
@@ -701,11 +723,12 @@ class Seating(NamedTuple):
         return torch.where(learns.view(*learns.shape, *[1] * (x.dim() - 2)), x[self.place].movedim(1, 2).flatten(0, 1), others)
 
 
-LEARNER, MIXED = -1, -2
+LEARNER, MIXED, SWITCHING = -1, -2, -3
 
 
 def seat_kinds(names: list[str]) -> list[int]:
-    return [{"learner": LEARNER, "mixed": MIXED}.get(name, [*PLAYER_PROBS, name].index(name)) for name in names]
+    others = {"learner": LEARNER, "mixed": MIXED, "switching": SWITCHING}
+    return [others.get(name, [*PLAYER_PROBS, *STRANGER_PROBS, name].index(name)) for name in names]
 
 
 def make_seating(kinds: list[list[int]], games: int, share: bool, device) -> Seating:
@@ -713,7 +736,8 @@ def make_seating(kinds: list[list[int]], games: int, share: bool, device) -> Sea
     block, seat = (table == LEARNER).nonzero(as_tuple=True)
     found, learns = {kind for row in kinds for kind in row}, (table == LEARNER).flatten()
     place = torch.where(learns, learns.cumsum(0) - 1, 0).view(table.shape)
-    return Seating(len(kinds), games, block, seat, table, place, share, found != {LEARNER}, MIXED in found)
+    strangers = SWITCHING in found or max(found) >= len(PLAYER_PROBS)
+    return Seating(len(kinds), games, block, seat, table, place, share, found != {LEARNER}, MIXED in found, strangers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -826,6 +850,12 @@ def remember(args: Args, env: StagHuntEnv, models: Models, thought: Thought, joi
 def memory(args: Args) -> float:
     """What is left of a summary in the next game: nothing if that may be with somebody else."""
     return args.memory_discount if args.inter_episode_belief and "mixed" not in args.seats else 0.0
+
+
+def identity(args: Args, kinds) -> torch.Tensor:
+    """[..., D] who sits there, for --subgoals oracle; nothing of a stranger"""
+    number = torch.where(kinds < len(PLAYER_PROBS), kinds - MIXED, -1)
+    return (number[..., None] == torch.arange(goal_size(args), device=kinds.device)).float()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1218,8 +1248,12 @@ def new_carry(args: Args, env: StagHuntEnv, seating: Seating, generator) -> dict
     rows, n = len(seating.seat) * seating.games // m, env.config.num_players
     kinds = seating.kinds.repeat_interleave(seating.games, 0)
     drawn = torch.randint(len(PLAYER_PROBS), kinds.shape, generator=generator, device=env.device)
+    kinds = torch.where(kinds == MIXED, drawn, kinds)
+    if seating.strangers:  # only then: all other runs keep their random numbers
+        stag_first = torch.rand(kinds.shape, generator=generator, device=env.device) < 0.5
+        kinds = torch.where(kinds == SWITCHING, torch.where(stag_first, *seat_kinds([NS, NH])), kinds)
     return {
-        "kinds": torch.where(kinds == MIXED, drawn, kinds),
+        "kinds": kinds,
         "last_joint": torch.full((m, rows, n), STAY, device=env.device),
         "summary": torch.zeros(m, rows, n - 1, 4 if args.subgoals == "bayes" else args.hidden, device=env.device),
         "belief": torch.zeros(env.num_envs, n, len(PLAYER_PROBS), device=env.device),
@@ -1257,7 +1291,7 @@ def rollout(
         else:
             prey, summary, told = each(state.prey_position).long(), carry["summary"].clone(), nothing
             if args.subgoals == "oracle":
-                told = others(F.one_hot(carry["kinds"] - MIXED, goal_size(args)).float())
+                told = others(identity(args, carry["kinds"]))
             note("start")
             thought = think(args, env, nets.models, board, prey, clock, summary, told, generator)
             note("subgoal")
@@ -1271,9 +1305,11 @@ def rollout(
             known = Known(board, prey, time_now, first_hunt, last, summary, told, thought, own_seat)
             log_probs, played, found_out, _ = plan(args, env, nets, known, generator, note)
         if rule_based:
-            table = torch.stack([player(env, state, ALL_SEATS) for player in PLAYER_PROBS.values()], 2)  # [B, N, kinds, 7]
+            players = [*PLAYER_PROBS.values(), *(STRANGER_PROBS.values() if seating.strangers else ())]
+            everyone = torch.stack([player(env, state, ALL_SEATS) for player in players], 2)  # [B, N, kinds, 7]
+            table = everyone[:, :, : len(PLAYER_PROBS)]  # a guess knows no strangers
             kind = carry["kinds"].clamp(min=0)[..., None, None].expand(-1, -1, 1, NUM_ACTIONS)
-            probs, bayes = table.gather(2, kind)[:, :, 0], (carry["belief"].softmax(2)[..., None] * table).sum(2)
+            probs, bayes = everyone.gather(2, kind)[:, :, 0], (carry["belief"].softmax(2)[..., None] * table).sum(2)
         drawn_from = probs
         if learners_act:
             probs, drawn_from = seating.to_seats(log_probs.exp(), probs), seating.to_seats(played, probs)
@@ -1305,6 +1341,9 @@ def rollout(
             drawn = torch.randint(len(PLAYER_PROBS), left.shape, generator=generator, device=env.device)
             is_mixed = seating.kinds.repeat_interleave(seating.games, 0) == MIXED
             carry["kinds"].copy_(torch.where(is_mixed & ended, drawn, carry["kinds"]))
+        if seating.strangers:  # stag in one game, hare in the next
+            is_switching = seating.kinds.repeat_interleave(seating.games, 0) == SWITCHING
+            carry["kinds"].copy_(torch.where(is_switching & ended, sum(seat_kinds([NS, NH])) - carry["kinds"], carry["kinds"]))
         games.append((reward, left, took, env.final_return.clone(), env.final_length[:, None].expand_as(left).clone(), done))
         steps.append((board, prey.byte(), time_now.byte(), first_hunt.short(), last.byte(), ego.byte()))
         steps[-1] += (over, next_board, summary.half(), forgot, told)
@@ -2054,7 +2093,7 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     args = dataclasses.replace(args, num_envs=args.pretraining_games)
     watch = make_seating([kinds] * len(seeds), args.num_envs, True, device)
     mixed = torch.full_like(watch.kinds, MIXED)
-    watch = watch._replace(kinds=mixed, rule_based=True, mixed=not memory(args))
+    watch = watch._replace(kinds=mixed, rule_based=True, mixed=not memory(args), strangers=False)
     x = make_experiment(args, watch, seeds, device, purpose=1)
     started = {"models": load_models(args, x.nets.models, config, seeds)}
     started |= {"world": load_world_model(args, x.nets.world, config, seeds)}
@@ -2314,7 +2353,7 @@ def draw_tree(x: Experiment, s: int):
         board, prey, summary = lay(env.observe(state)), each(state.prey_position).long(), x.carry["summary"]
         told = board.new_zeros(*board.shape[:2], n - 1, 0)
         if x.args.subgoals == "oracle":
-            told = lay(env.seats_to_ego(F.one_hot(x.carry["kinds"] - MIXED, goal_size(x.args)).float()))[:, :, 1:]
+            told = lay(env.seats_to_ego(identity(x.args, x.carry["kinds"])))[:, :, 1:]
         thought = think(x.args, env, x.nets.models, board, prey, each(env.clock(state)), summary, told, x.generator)
         own_seat = lay(torch.arange(n, device=env.device).expand(env.num_envs, -1))
         now = each(state.time), each(state.first_hunt), x.carry["last_joint"]
@@ -2489,8 +2528,8 @@ def checked(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config.checked()
     resolve_device(args.device)
-    if args.evaluate is None and args.adapt is None:  # these two ask the checkpoint
-        seats = check_seats(resolved(args).seats.split(","), config.num_players, ("learner", "mixed"))
+    if args.evaluate is None and args.adapt is None and args.cross_play is None:  # these ask the checkpoint
+        seats = check_seats(resolved(args).seats.split(","), config.num_players, ("learner", "mixed", *STRANGERS))
         if "learner" not in seats:
             raise ValueError(f"--seats {args.seats}: nobody learns")
     args = resolved(args)
@@ -2538,11 +2577,11 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError("--subgoals hindsight changes what the policy read, --policy-loss ppo must know what the search read")
     if needs_world(args) and args.share_parameters and config.strengths is not None:
         raise ValueError("--strengths with --share-parameters: one world model cannot know whose strength it is to pay for")
-    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.profile)) > 1:
-        raise ValueError("--resume, --evaluate, --adapt and --profile exclude each other")
+    if sum(bool(x) for x in (args.resume, args.evaluate, args.adapt, args.cross_play, args.profile)) > 1:
+        raise ValueError("--resume, --evaluate, --adapt, --cross-play and --profile exclude each other")
     if not args.adapt_modes:
         raise ValueError("--adapt-modes names none of frozen, search, learning and both")
-    if WORLD > 1 and (args.evaluate or args.adapt or args.profile):
+    if WORLD > 1 and (args.evaluate or args.adapt or args.cross_play or args.profile):
         raise ValueError(f"--evaluate, --adapt and --profile take one process, not {WORLD}: start them without torchrun")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
@@ -2587,6 +2626,8 @@ def main(args: Args) -> dict[str, float]:
         return evaluate(args)
     if args.adapt:
         return adapt(args)
+    if args.cross_play:
+        return cross_play(args, *load_run(args, args.cross_play))
     if args.profile:
         return profile(resolved(args))
     checkpoint = None
@@ -2811,7 +2852,7 @@ def evaluate(args: Args) -> dict[str, float]:
     }
     trained = dataclasses.replace(source, **changes)
     config, names = trained.config.checked(), trained.seats.split(",")
-    if "learner" not in check_seats(names, config.num_players, ("learner", "mixed")):
+    if "learner" not in check_seats(names, config.num_players, ("learner", "mixed", *STRANGERS)):
         raise ValueError(f"--seats {args.seats}: no learner to evaluate")
     seating = make_seating([seat_kinds(names)] * trained.num_seeds, games, trained.share_parameters, device)
     x = make_experiment(trained, seating, list(range(args.seed, args.seed + trained.num_seeds)), device, purpose=2)
@@ -2848,11 +2889,13 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
     names = (args.seats or "").split(",")
     if args.seats is None:
         if config.num_players != 4:
-            raise ValueError(f"the standard sets have 3 co-players, this game has {config.num_players - 1}: use --seats")
-        return CO_PLAYERS
+            raise ValueError(f"the sets of --adapt have 3 co-players, this game has {config.num_players - 1}: use --seats")
+        return CO_PLAYERS[args.adapt_sets]
+    if args.adapt_sets != "standard":
+        raise ValueError(f"--seats and --adapt-sets {args.adapt_sets} exclude each other")
     if names.count("learner") != 1 or "mixed" in names:
         raise ValueError(f"--adapt needs one learner and named co-players in --seats, not {args.seats}")
-    check_seats(names, config.num_players, ("learner",))
+    check_seats(names, config.num_players, ("learner", *STRANGERS))
     at = names.index("learner")
     others = (*names[at + 1 :], *names[:at])
     return {" + ".join(others): others}
@@ -3042,8 +3085,9 @@ def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
     plain = dataclasses.replace(resolved(Args(config=source.config, device=args.device)), **changes)
     x = make_experiment(plain, make_seating(kinds, plain.num_envs, False, device), [args.seed], device)
     iterations, graphs = math.ceil(args.total_steps / plain.num_envs / plain.num_steps), {}
+    longest = math.ceil(source.config.final_time / plain.num_steps) if x.seating.strangers else 1  # who waits never leaves
     for number in tqdm(range(iterations), desc="best responses", unit="iteration", leave=False):
-        if number == iterations - max(1, iterations // 10):
+        if number == iterations - max(longest, iterations // 10):
             read_totals(x)
         x.optimisers["policy"].param_groups[0]["lr"].fill_(plain.learning_rate * (1 - 0.9 * number / iterations))
         repeat_iteration(x, graphs, False, False)
@@ -3066,7 +3110,8 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     modes = [name for name in table if name not in ("random", "best response")]
     shown = [name for name in ("random", *modes, "best response") if name in table]
     print(f"return of the learner over the last quarter of {args.adapt_steps} steps, {shape[1]} repetitions over the seats")
-    print("".ljust(20) + "".join(name.rjust(16) for name in shown) + "".join(f"{name} norm.".rjust(15) for name in modes))
+    width = max(20, *(len(key) + 1 for key in sets))
+    print("".ljust(width) + "".join(name.rjust(16) for name in shown) + "".join(f"{name} norm.".rjust(15) for name in modes))
     with open(folder / "adaptation.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["co_players", *(f"{name} {part}" for name in shown for part in ("mean", "half_width_95")),
@@ -3077,7 +3122,7 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
             writer.writerow([key, *(value for cell in cells for value in cell), *norms])
             texts = [f"{mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") for mean, half in cells]
             print(
-                key.ljust(20)
+                key.ljust(width)
                 + "".join(text.rjust(16) for text in texts)
                 + "".join(f"{value:.3f}".rjust(15) for value in norms)
             )
@@ -3096,6 +3141,69 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     figure.tight_layout()
     figure.savefig(folder / "adaptation.png", dpi=75)
     print(f"tables and curves in {folder}")
+
+
+def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
+    """A learner of each seed among the learners of each seed, frozen, in every seat: a matrix of its returns."""
+    config, device, folder = source.config.checked(), resolve_device(args.device), Path(args.cross_play).parent
+    n, seeds = config.num_players, source.num_seeds
+    if seeds < 2:
+        raise ValueError(f"--cross-play needs a run of at least 2 seeds, {args.cross_play} has 1: train with --num-seeds")
+    if set(source.seats.split(",")) != {"learner"}:
+        raise ValueError(f"--cross-play needs learners in all seats, not {source.seats}")
+    each = math.ceil(args.eval_games / n / 32)  # in 32 places at once, so that many seeds find room
+    games = math.ceil(args.eval_games / n / each)
+    changes = {"num_envs": games, "num_steps": 1, "replay_rollouts": 1, "imagination": False, "forget": 0.0, "compile": False}
+    trained = dataclasses.replace(source, **changes)
+    meetings = list(itertools.product(range(seeds), range(seeds), range(n)))  # whose learner, among whose, in which seat
+    index = [saved_learner(source, a if i == own else b, i) for a, b, own in meetings for i in range(n)]
+    seating = make_seating([[LEARNER] * n] * len(meetings), games, False, device)
+    x = make_experiment(trained, seating, [args.seed], device, purpose=2)
+    transplant(x, saved, torch.tensor(index))
+    play = (trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time)
+    sums = [rollout(*play, games_each=each)[2] for _ in tqdm(range(each), desc="cross-play", unit="game", leave=False)]
+    total, count = (sum(found[key] for found in sums) for key in ("return", "games"))  # [meetings, N]
+    own_seat = (total / count).view(seeds, seeds, n, n).diagonal(dim1=2, dim2=3)
+    matrix, names = own_seat.mean(2).cpu().numpy(), [str(source.seed + s) for s in range(seeds)]
+    print(f"{config.setting}, {args.cross_play}, frozen; {games * each * n} games per pair")
+    print("return of a learner of one seed (row) among learners of one seed (column)")
+    rows = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
+    print("".join(name.rjust(8) for name in ("", *names)))
+    for name, *row in rows:
+        print(name.rjust(8) + "".join(f"{value:8.3f}" for value in row))
+    scores = {"own team": interval(matrix.diagonal().tolist()), "other teams": off_diagonal(matrix)}
+    for name, (mean, half) in scores.items():
+        print(f"{name} {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}"))
+    with open(folder / "cross_play.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["learner of seed", *(f"among seed {name}" for name in names)], *rows])
+    draw_cross_play(folder / "cross_play.png", matrix, names)
+    return {name: mean for name, (mean, _) in scores.items()}
+
+
+def off_diagonal(matrix: np.ndarray) -> tuple[float, float]:
+    """mean of what lies off the diagonal [S, S] and half width of its 95 % interval. All entries of a seed depend on each
+    other, hence the jackknife over seeds; it needs three."""
+    seeds, off = len(matrix), ~np.eye(len(matrix), dtype=bool)
+    if seeds < 3:
+        return float(matrix[off].mean()), math.nan
+    without = [np.delete(np.delete(matrix, s, 0), s, 1)[off[1:, 1:]].mean() for s in range(seeds)]
+    return interval([seeds * matrix[off].mean() - (seeds - 1) * mean for mean in without])
+
+
+def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(1.6 + 0.6 * len(names), 1.2 + 0.6 * len(names)))
+    axis.imshow(matrix, alpha=0.5)  # light, so that the figures can be read
+    for (row, column), value in np.ndenumerate(matrix):
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlabel="among learners of seed", xticks=range(len(names)), xticklabels=names)
+    axis.set(ylabel="learner of seed", yticks=range(len(names)), yticklabels=names)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

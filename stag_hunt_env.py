@@ -59,6 +59,21 @@ uint8 planes `[num_players + 3, height, width]` of zeros and ones, in the player
 The clock `time / final_time` is a scalar beside them. `seats_to_ego` and `ego_to_seats` are the only places where seat
 numbers turn into ego order and back.
 
+## Rule-based players
+
+| player         | on its way                                             | when there is no such prey |
+|----------------|--------------------------------------------------------|----------------------------|
+| `random`       | uniform over the legal actions                         |                            |
+| `nearest_stag` | a shortest path to the nearest stag, then hunts it     | as `random`                |
+| `nearest_hare` | a shortest path to the nearest hare, then hunts it     | as `random`                |
+| `noisy_stag`   | as `nearest_stag`, one action in five as `random`      | as `random`                |
+| `noisy_hare`   | as `nearest_hare`, one action in five as `random`      | as `random`                |
+| `waiting`      | a shortest path to the nearest stag; never hunts       | stays                      |
+| `switching`    | `nearest_stag` in one game, `nearest_hare` in the next | as `random`                |
+
+The last four are strangers: only `--seats` and `--adapt-sets` of hopplus_ppo.py and hopplus_mcts.py know them. They are in
+no pretraining, no `mixed` seat and no Bayesian guess, so that one can ask how learners fare with players nobody trained with.
+
 ## Arguments (`StagHuntConfig`)
 
 | name                     | default | meaning                                                                      |
@@ -119,6 +134,7 @@ ACTION_NAMES = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 NUM_ACTIONS = 7
 FAR = 1 << 20  # a distance that no board has: there is no such prey
 ALL_SEATS = slice(None)
+NOISE = 0.2  # share of a noisy player's actions that are random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -581,7 +597,7 @@ def checked_device(device) -> torch.device:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rule-based players. To add one, add a function to PLAYER_PROBS.
+# Rule-based players. To add one, add a function to PLAYER_PROBS; one that nobody may train with, to STRANGER_PROBS.
 
 
 def random_probs(env: StagHuntEnv, state: State, seat: int | slice) -> torch.Tensor:
@@ -601,13 +617,32 @@ def nearest_hare_probs(env: StagHuntEnv, state: State, seat: int | slice) -> tor
 
 def _hunter_probs(env, state, seat, hunt_action):
     # Ties: uniform over all first steps of all shortest paths to all nearest prey.
-    legal, here = env.legal_actions(state)[:, seat], state.position[:, seat].long()
-    distance = env.distance_to_prey(state, hunt_action)
+    legal = env.legal_actions(state)[:, seat]
+    best = legal & (_leads_closer(env, state, seat, hunt_action) | (env.hunt == hunt_action))
+    return _uniform_over(torch.where(best.any(-1, keepdim=True), best, legal))
+
+
+def _leads_closer(env, state, seat, hunt_action):  # bool [B, 7] or [B, seats, 7], also of who has left
+    here, distance = state.position[:, seat].long(), env.distance_to_prey(state, hunt_action)
     now = distance.gather(1, here.view(len(here), -1)).view(here.shape)
     target = env.target[here]
-    closer = distance.gather(1, target.flatten(1)).view(target.shape) < now[..., None]
-    best = legal & (closer | (env.hunt == hunt_action))
-    return _uniform_over(torch.where(best.any(-1, keepdim=True), best, legal))
+    return distance.gather(1, target.flatten(1)).view(target.shape) < now[..., None]
+
+
+def noisy_stag_probs(env: StagHuntEnv, state: State, seat: int | slice) -> torch.Tensor:
+    """As `nearest_stag`, but one action in five as `random`."""
+    return NOISE * random_probs(env, state, seat) + (1 - NOISE) * nearest_stag_probs(env, state, seat)
+
+
+def noisy_hare_probs(env: StagHuntEnv, state: State, seat: int | slice) -> torch.Tensor:
+    """As `nearest_hare`, but one action in five as `random`."""
+    return NOISE * random_probs(env, state, seat) + (1 - NOISE) * nearest_hare_probs(env, state, seat)
+
+
+def waiting_probs(env: StagHuntEnv, state: State, seat: int | slice) -> torch.Tensor:
+    """Walks a shortest path to the nearest living stag and stays on its cell, but never hunts. Stays when there is none."""
+    walks = env.legal_actions(state)[:, seat] & _leads_closer(env, state, seat, HUNT_STAG)
+    return _uniform_over(torch.where(walks.any(-1, keepdim=True), walks, env.is_stay))
 
 
 def _uniform_over(allowed):
@@ -632,6 +667,13 @@ PLAYER_PROBS: dict[str, Callable] = {
     "nearest_stag": nearest_stag_probs,
     "nearest_hare": nearest_hare_probs,
 }
+# The same, of players that learners may meet but that nobody trains with
+STRANGER_PROBS: dict[str, Callable] = {
+    "noisy_stag": noisy_stag_probs,
+    "noisy_hare": noisy_hare_probs,
+    "waiting": waiting_probs,
+}
+STRANGERS = (*STRANGER_PROBS, "switching")  # whose rule goes by the number of the game, which a state does not hold
 
 
 def _player(probs):
@@ -1111,6 +1153,17 @@ def main(args: Args) -> dict:
     return results
 
 
+def _spelled_out(args_type: type, words: list[str]) -> list[str]:
+    """--flag and --no-flag, of flags that may also be None, as --flag True and --flag False"""
+    flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(args_type) if field.type == bool | None}
+    found = []
+    for word, following in itertools.zip_longest(words, words[1:]):
+        flag = word.replace("--no-", "--", 1)
+        bare = flag in flags and following not in ("True", "False", "None")
+        found += [flag, str(flag == word)] if bare else [word]
+    return found
+
+
 def command_line(args_type: type, main: Callable) -> dict:
     """Parses the flags and runs main. Wrong flags and wrong input end with one line and exit code 2."""
     import tyro
@@ -1118,7 +1171,7 @@ def command_line(args_type: type, main: Callable) -> dict:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args = tyro.cli(args_type, config=(tyro.conf.OmitArgPrefixes,))
+            args = tyro.cli(args_type, args=_spelled_out(args_type, sys.argv[1:]), config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:
         if stop.code:  # tyro explains itself in a box of several lines
             words = (line.strip("│╰╯─ ") for line in said.getvalue().splitlines() if not line.startswith("╭"))

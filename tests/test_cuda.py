@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import mixed_actions, random_kinds, seeded
 
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, StagHuntConfig, StagHuntEnv, State
+from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, StagHuntConfig, StagHuntEnv, State
 
 pytestmark = pytest.mark.cuda
 
@@ -98,7 +98,7 @@ def test_transition_is_that_of_the_cpu(config):
         assert torch.equal(cpu.observe(state), gpu.observe(there).cpu())
         assert torch.equal(cpu.legal_actions(state), gpu.legal_actions(there).cpu())
         assert_equal([gpu.clock(there).cpu(), gpu.game_over(there).cpu()], [cpu.clock(state), cpu.game_over(state)])
-        for probs in PLAYER_PROBS.values():
+        for probs in (*PLAYER_PROBS.values(), *STRANGER_PROBS.values()):
             assert_equal([probs(gpu, there, ALL_SEATS).cpu()], [probs(cpu, state, ALL_SEATS)])
         actions = mixed_actions(cpu, state, kinds, 0.2, generator)
         state, *results = cpu.transition(state, actions)

@@ -1444,8 +1444,11 @@ def test_captured_iterations_equal_eager_ones(method, tmp_path, no_pictures):
         assert same_tree(found[0][key], found[1][key]), key
 
 
+HOSTLESS = [{"method": "ppo"}, {}, {"seats": "learner,mixed,random", "wm_ensemble": 2}, {"seats": "learner,switching,waiting"}]
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("changes", [{"method": "ppo"}, {}, {"seats": "learner,mixed,random", "wm_ensemble": 2}])
+@pytest.mark.parametrize("changes", HOSTLESS)
 def test_an_iteration_never_waits_for_the_host(changes):
     x = experiment(rehearsed=4, device=torch.device("cuda"), **changes)
     train = x.nets.models is not None

@@ -5,7 +5,22 @@ import reference_game as reference
 import torch
 from helpers import chi_square_p, games_of, mixed_actions, random_kinds, seeded
 
-from stag_hunt_env import ALL_SEATS, FAR, PLAYER_PROBS, PLAYERS, StagHuntConfig, StagHuntEnv, State, sample, seat_probs
+import pretrain_vae
+import pretrain_world_model
+from stag_hunt_env import (
+    ALL_SEATS,
+    FAR,
+    PLAYER_PROBS,
+    PLAYERS,
+    STRANGER_PROBS,
+    STRANGERS,
+    StagHuntConfig,
+    StagHuntEnv,
+    State,
+    check_seats,
+    sample,
+    seat_probs,
+)
 
 BOARDS = [
     StagHuntConfig(height=4, width=7, num_stags=2),
@@ -142,3 +157,68 @@ def test_seat_probs_asks_the_player_of_each_seat():
             for seat in range(env.config.num_players):
                 expected = torch.tensor(reference.player_probs(env.config, game, seat, names[kinds[b, seat]]))
                 torch.testing.assert_close(table[b, seat], expected, atol=1e-6, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strangers
+
+
+def stranger_probs(config, game, seat, name):
+    """[7] by the plain-Python game"""
+    if name != "waiting":
+        pure = reference.player_probs(config, game, seat, {"noisy_stag": "nearest_stag", "noisy_hare": "nearest_hare"}[name])
+        noise = reference.player_probs(config, game, seat, "random")
+        return [0.8 * p + 0.2 * q for p, q in zip(pure, noise, strict=True)]
+    stags = [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == 5]
+    if not stags or not game.present[seat] or game.position[seat] in stags:
+        return [float(action == 4) for action in range(7)]
+    return reference.player_probs(config, game, seat, "nearest_stag")
+
+
+@pytest.mark.parametrize("config", BOARDS)
+def test_strangers_play_by_the_rules_they_are_named_for(config):
+    seen = {name: set() for name in STRANGER_PROBS}
+    for env, state in states_along_games(config, games=12):
+        games = games_of(state)
+        for name, probs in STRANGER_PROBS.items():
+            ours = probs(env, state, ALL_SEATS)
+            seats = range(config.num_players)
+            expected = torch.tensor([[stranger_probs(config, game, seat, name) for seat in seats] for game in games])
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+            for seat in seats:
+                assert torch.equal(probs(env, state, seat), ours[:, seat])
+            assert torch.equal(probs(env, state, slice(1, 2)), ours[:, 1:2])
+            seen[name] |= set((ours > 0).nonzero()[:, 2].tolist())
+    assert seen["waiting"] == ({2, 3, 4} if config.height == 1 else {0, 1, 2, 3, 4} if config.num_stags else {4})
+    hunts = {action for action, number in ((5, config.num_stags), (6, config.num_hares)) if number}
+    assert all(hunts <= seen[name] for name in ("noisy_stag", "noisy_hare"))
+
+
+@pytest.mark.parametrize("config", [*BOARDS[:2], BOARDS[4]])
+def test_who_waits_walks_to_the_stag_and_stays_there(config):
+    env, generator = StagHuntEnv(config, 32, seed=2), seeded(3)
+    start = state = env.initial_state()
+    stags = start.prey_position[:, : config.num_stags]
+    distances = [reference.distances(config, game, game.prey[: config.num_stags]) for game in games_of(start)]
+    fewest = torch.tensor([[d[cell] for cell in cells] for d, cells in zip(distances, start.position.tolist(), strict=True)])
+    assert fewest.max() >= 3
+    for step in range(config.final_time):
+        at_stag = (state.position[..., None] == stags[:, None]).any(2)
+        assert torch.equal(at_stag, step >= fewest)
+        before = state.position
+        actions = sample(STRANGER_PROBS["waiting"](env, state, ALL_SEATS), generator)
+        state, reward, *_ = env.transition(state, actions)
+        assert torch.equal(actions[at_stag], torch.full_like(actions[at_stag], 4)) and (reward == 0).all()
+        assert torch.equal(state.position[at_stag], before[at_stag])
+    assert state.prey_alive.all() and state.present.all()
+
+
+def test_strangers_are_known_only_where_they_are_asked_for():
+    assert STRANGERS == ("noisy_stag", "noisy_hare", "waiting", "switching")
+    assert not {*PLAYER_PROBS, *PLAYERS} & {*STRANGERS} and list(PLAYER_PROBS) == ["random", "nearest_stag", "nearest_hare"]
+    for name in STRANGERS:
+        for script in (pretrain_vae, pretrain_world_model):
+            with pytest.raises(ValueError, match=f"unknown player '{name}'"):
+                script.main(script.Args(players=("random", name), device="cpu", run_dir="unused"))
+        with pytest.raises(ValueError, match=f"unknown player '{name}'"):
+            check_seats(["random", name], 2)
