@@ -2512,7 +2512,8 @@ def use(net: nn.Module, weights: list[torch.Tensor]) -> None:
 def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
     """What plain PPO earns that was trained against exactly each set, with --total-steps"""
     kinds = [seat_kinds(["learner", *players]) for players in sets.values()]
-    changes = {"num_envs": 512, "num_seeds": 1, "seed": args.seed, "share_parameters": False, **METHODS["ppo"]}
+    changes = {"num_envs": 512, "num_seeds": 1, "seed": args.seed, "share_parameters": False, "compile": args.compile}
+    changes |= METHODS["ppo"]
     plain = dataclasses.replace(resolved(Args(config=source.config, device=args.device)), **changes)
     x = make_experiment(plain, make_seating(kinds, plain.num_envs, False, device), [args.seed], device)
     iterations, graphs = math.ceil(args.total_steps / plain.num_envs / plain.num_steps), {}

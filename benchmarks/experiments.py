@@ -39,7 +39,7 @@ ADAPT, STRANGERS = (
     "--adapt CHECKPOINT --no-adapt-references",
     "--adapt CHECKPOINT --adapt-sets strangers --no-adapt-references",
 )
-BEST = "--adapt CHECKPOINT --total-steps 8000000"
+BEST = "--adapt CHECKPOINT --total-steps 8000000 --no-compile"
 BEST_STRANGERS = f"{BEST} --adapt-sets strangers"
 CROSS = "--cross-play CHECKPOINT"
 
@@ -176,6 +176,8 @@ class Args:
     """only these runs of the sections"""
     extra: str = ""
     """flags for all runs, for example to try the script on a CPU"""
+    extra_then: str = ""
+    """the same for what follows a run"""
     run_dir: str = "runs/experiments"
     """where the runs go"""
     docs: str = str(ROOT / "docs")
@@ -258,7 +260,9 @@ def make(args: Args, run: Run) -> None:
     call("train", *script, *flags)
     (folder / "seconds").write_text(f"{time.time() - started:.1f}")
     for number, then in enumerate(run.then):
-        call(f"then_{number}", run.script, *then.replace("CHECKPOINT", checkpoint_in(folder)).split())
+        call(
+            f"then_{number}", run.script, *then.replace("CHECKPOINT", checkpoint_in(folder)).split(), *args.extra_then.split()
+        )
         for found in Path(checkpoint_in(folder)).parent.glob("*.csv"):  # --adapt writes the same names each time
             found.rename(folder / f"then_{number}_{found.name}")
     Path(checkpoint_in(folder)).unlink()
@@ -305,7 +309,7 @@ def collect(args: Args, number: int) -> None:
             row = {"run": label, "seed": seed, "flags": f"{run.script} {run.flags}", "steps": lines[-1]["steps"]}
             row |= {"seconds": lines[-1]["time/training"], "ready": lines[-1]["time/ready"]}
             row |= {key: np.mean([f[key] for f in last if key in f]) for key in last[-1]}
-            fifths = [np.mean([f["return"] for f in part]) for part in np.array_split(found, min(5, len(found)))]
+            fifths = [np.mean([f.get("return", 0.0) for f in part]) for part in np.array_split(found, min(5, len(found)))]
             row["fall"] = max(fifths) - fifths[-1]
             for goal in (2.7, 2.8, 2.85, 4.5):
                 hit = next((k for k, f in enumerate(found) if f.get("return", 0) >= goal), None)

@@ -60,6 +60,8 @@ GROWTH = {  # what grows: (script, flags, values)
 class Args:
     cases: Literal["docs", "growth"] = "docs"
     """the cases of the docs, or series in which one number grows"""
+    only: str = ""
+    """only cases whose name begins with this"""
     flags: str | None = None
     """measure only a script with these flags"""
     script: Literal["ppo", "mcts"] = "ppo"
@@ -145,6 +147,7 @@ def main(args: Args) -> list[dict]:
     cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
     if args.cases == "growth" and args.flags is None:
         cases = {f"{what} {v}": (script, f"{flags} {v}") for what, (script, flags, values) in GROWTH.items() for v in values}
+    cases = {case: given for case, given in cases.items() if case.startswith(args.only)}
     print(f"{name}, torch {torch.__version__}; medians of {args.repeats} iterations after warm-up")
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():
