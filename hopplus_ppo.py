@@ -116,8 +116,8 @@ class Args:
     """a set of the flags below: plain PPO; with subgoals and memory; with these and imagination"""
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
-    compile: bool = True
-    """on a GPU: fuse the game's step and PPO's loss with torch.compile"""
+    compile: bool = False
+    """on a GPU: fuse the game's step and PPO's loss with torch.compile; takes 10 to 20 s at the start, for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
@@ -1457,7 +1457,7 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
         learned = [*nets.models.inference.parameters(), *nets.models.moa.parameters()]
         optimisers["subgoals"] = make_optimiser(learned, args.subgoal_learning_rate, device)
     if nets.world is not None:
-        optimisers["world"] = make_optimiser(nets.world.parameters(), args.wm_learning_rate, device)
+        optimisers["world"] = make_optimiser(nets.world.parameters(), args.wm_learning_rate, device, beta2=0.99)
     carry, stores = new_carry(args, env, seating, generator), [None, None]
     if nets.models is not None:
         steps, _, _ = rollout(args, env, seating, nets, carry, generator, 1)  # only for the shapes
@@ -1474,9 +1474,9 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
     return Experiment(args, env, seating, nets, optimisers, carry, *stores, generator, torch.zeros((), device=device), trusted)
 
 
-def make_optimiser(parameters, learning_rate: float, device, eps: float = 1e-8) -> torch.optim.Adam:
-    cuda = device.type == "cuda"
-    return torch.optim.Adam(parameters, lr=torch.tensor(learning_rate, device=device), eps=eps, capturable=cuda, fused=True)
+def make_optimiser(parameters, learning_rate: float, device, eps: float = 1e-8, beta2: float = 0.999) -> torch.optim.Adam:
+    rate, cuda = torch.tensor(learning_rate, device=device), device.type == "cuda"
+    return torch.optim.Adam(parameters, lr=rate, betas=(0.9, beta2), eps=eps, capturable=cuda, fused=True)
 
 
 def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
@@ -1595,7 +1595,7 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
         if calls == 3:
             for generator in generators:
                 graph.register_generator_state(generator)
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
                 result = function()
         graph.replay()
         return result

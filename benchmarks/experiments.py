@@ -39,7 +39,7 @@ ADAPT, STRANGERS = (
     "--adapt CHECKPOINT --no-adapt-references",
     "--adapt CHECKPOINT --adapt-sets strangers --no-adapt-references",
 )
-BEST = "--adapt CHECKPOINT --total-steps 8000000 --no-compile"
+BEST = "--adapt CHECKPOINT --total-steps 8000000"
 BEST_STRANGERS = f"{BEST} --adapt-sets strangers"
 CROSS = "--cross-play CHECKPOINT"
 
@@ -243,7 +243,7 @@ def make(args: Args, run: Run) -> None:
     if (folder / "finished").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    fixed = ["--no-compile", "--picture-every", "0", "--save-every", "1000000"]
+    fixed = ["--picture-every", "0", "--save-every", "1000000"]
 
     def call(log: str, *command: str) -> None:
         with open(folder / f"{log}.log", "w") as file:

@@ -27,7 +27,7 @@ import hopplus_ppo
 from stag_hunt_env import NUM_ACTIONS, command_line, resolve_device
 
 SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts}
-PPO, LARGE = "--method ppo --num-envs", "--num-envs 4096 --ppo-real-ratio 0.5"
+PPO, LARGE = "--compile --method ppo --num-envs", "--compile --num-envs 4096 --ppo-real-ratio 0.5"
 CASES = {  # name: (script, flags)
     "cuda": {
         "PPO 64-64, 16384 games": ("ppo", f"{PPO} 16384 --policy-hidden 64"),
@@ -35,7 +35,9 @@ CASES = {  # name: (script, flags)
         "PPO 128-128, 16384 games": ("ppo", f"{PPO} 16384"),
         "PPO 128-128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
         "PPO, defaults": ("ppo", "--method ppo"),
+        "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
         "HOP+, defaults": ("ppo", ""),
+        "HOP+, defaults, compiled": ("ppo", "--compile"),
         "HOP+, 4096 games, half real": ("ppo", LARGE),
         "HOP+, 4096 games, half real, bf16": ("ppo", f"{LARGE} --precision bf16"),
         "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024"),
@@ -47,12 +49,12 @@ CASES = {  # name: (script, flags)
     "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
 }
 GROWTH = {  # what grows: (script, flags, values)
-    "games": ("ppo", "--no-compile --num-envs", (256, 1024, 4096)),
-    "board side": ("ppo", "--no-compile --num-envs 1024 --width 8 --height", (4, 6, 8)),
-    "players": ("ppo", "--no-compile --num-envs 1024 --num-players", (2, 4, 6)),
-    "seeds": ("ppo", "--no-compile --num-seeds", (1, 4, 16)),
-    "imagination horizon": ("ppo", "--no-compile --imagination-horizon", (2, 8, 32)),
-    "simulations": ("mcts", "--no-compile --num-simulations", (4, 16, 32)),
+    "games": ("ppo", "--num-envs", (256, 1024, 4096)),
+    "board side": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
+    "players": ("ppo", "--num-envs 1024 --num-players", (2, 4, 6)),
+    "seeds": ("ppo", "--num-seeds", (1, 4, 16)),
+    "imagination horizon": ("ppo", "--imagination-horizon", (2, 8, 32)),
+    "simulations": ("mcts", "--num-simulations", (4, 16, 32)),
 }
 
 
