@@ -79,11 +79,13 @@ SEARCH = {  # unless the method or the command line says otherwise
 }
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
-    | {"pretraining_updates": 800, "pretraining_games": 1024},
-    "cpu": {"num_envs": 64, "total_steps": 150_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64, "num_simulations": 8, "num_trees": 1},
+    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
+    "cpu": {"num_envs": 128, "total_steps": 200_000, "subgoal_updates": 2, "model_games": 8}
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 3, "ppo_real_ratio": 0.5}
+    | {"num_simulations": 8, "num_trees": 1},
 }
-SHORTER = {"cuda": 600_000, "cpu": 80_000}  # total_steps of the methods that search
+# what the methods that search take instead
+SEARCHING = {"cuda": {"total_steps": 600_000}, "cpu": {"total_steps": 80_000, "num_envs": 64, "update_epochs": 4}}
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
     "standard": {
@@ -130,9 +132,10 @@ class Args:
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
-    """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU; methods without search 2 million and 150 000)"""
+    """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU; methods without search 2 million and
+    200 000)"""
     num_envs: int | None = None
-    """E, games per seed (None: 256 on a GPU, 64 on a CPU)"""
+    """E, games per seed (None: 256 on a GPU, 64 on a CPU, there without search 128)"""
     num_steps: int = 32
     """T, steps of each game per iteration"""
     seats: str | None = None
@@ -152,10 +155,10 @@ class Args:
     """PPO: Adam's step size"""
     anneal_lr: bool = True
     """PPO: let it fall linearly to a tenth"""
-    policy_hidden: int = 128
-    """PPO: width of the actor's and of the critic's two layers"""
-    update_epochs: int = 4
-    """PPO: passes over each batch"""
+    policy_hidden: int | None = None
+    """PPO: width of the actor's and of the critic's two layers (None: 128 on a GPU, 64 on a CPU)"""
+    update_epochs: int | None = None
+    """PPO: passes over each batch (None: 4; without search on a CPU 3)"""
     num_minibatches: int = 4
     """PPO: minibatches per pass"""
     gamma: float = 0.99
@@ -275,8 +278,9 @@ class Args:
     """imagine only as many steps as the world model gets right"""
     trust_exact_match: float = 0.99
     """trust: share of boards exactly right after k steps, on fresh games, that allows k steps"""
-    ppo_real_ratio: float = 0.2
-    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO)"""
+    ppo_real_ratio: float | None = None
+    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO; None: 0.2 on a GPU, 0.5 on a
+    CPU)"""
     critic_data: Literal["real", "mixed"] = "real"
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: float = 1.0
@@ -2520,7 +2524,9 @@ def resolved(args: Args) -> Args:
     values = {"goal_kind": "continuous", "num_goals": 8, **SEARCH, **BY_DEVICE[resolve_device(args.device).type]}
     values |= METHODS[args.method]
     if values["planner"] != "none":
-        values["total_steps"] = SHORTER[resolve_device(args.device).type]
+        values |= SEARCHING[resolve_device(args.device).type]
+    if args.method == "ppo" and resolve_device(args.device).type == "cpu":  # its iterations are short
+        values |= {"num_envs": 256, "total_steps": 400_000}
     values["seats"] = ",".join(["learner"] * args.config.num_players)
     return dataclasses.replace(args, **{key: value for key, value in values.items() if getattr(args, key) is None})
 

@@ -73,9 +73,9 @@ METHODS = {
 }
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
-    | {"pretraining_updates": 800, "pretraining_games": 1024},
-    "cpu": {"num_envs": 64, "total_steps": 150_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64},
+    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
+    "cpu": {"num_envs": 128, "total_steps": 200_000, "subgoal_updates": 2, "model_games": 8}
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 3, "ppo_real_ratio": 0.5},
 }
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
@@ -121,9 +121,9 @@ class Args:
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
-    """env steps per seed (None: 2 million on a GPU, 150 000 on a CPU)"""
+    """env steps per seed (None: 2 million on a GPU, 200 000 on a CPU, there 400 000 for --method ppo)"""
     num_envs: int | None = None
-    """E, games per seed (None: 256 on a GPU, 64 on a CPU)"""
+    """E, games per seed (None: 256 on a GPU, 128 on a CPU, there 256 for --method ppo)"""
     num_steps: int = 32
     """T, steps of each game per iteration"""
     seats: str | None = None
@@ -143,10 +143,10 @@ class Args:
     """PPO: Adam's step size"""
     anneal_lr: bool = True
     """PPO: let it fall linearly to a tenth"""
-    policy_hidden: int = 128
-    """PPO: width of the actor's and of the critic's two layers"""
-    update_epochs: int = 4
-    """PPO: passes over each batch"""
+    policy_hidden: int | None = None
+    """PPO: width of the actor's and of the critic's two layers (None: 128 on a GPU, 64 on a CPU)"""
+    update_epochs: int | None = None
+    """PPO: passes over each batch (None: 4 on a GPU, 3 on a CPU)"""
     num_minibatches: int = 4
     """PPO: minibatches per pass"""
     gamma: float = 0.99
@@ -240,8 +240,9 @@ class Args:
     """imagine only as many steps as the world model gets right"""
     trust_exact_match: float = 0.99
     """trust: share of boards exactly right after k steps, on fresh games, that allows k steps"""
-    ppo_real_ratio: float = 0.2
-    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO)"""
+    ppo_real_ratio: float | None = None
+    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO; None: 0.2 on a GPU, 0.5 on a
+    CPU)"""
     critic_data: Literal["real", "mixed"] = "real"
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: float = 1.0
@@ -2024,6 +2025,8 @@ def take_up(x: Experiment, saved: dict, by_seed: bool) -> None:
 def resolved(args: Args) -> Args:
     """Fills in what the method and the device decide."""
     values = {**METHODS[args.method], **BY_DEVICE[resolve_device(args.device).type]}
+    if args.method == "ppo" and resolve_device(args.device).type == "cpu":  # its iterations are short
+        values |= {"num_envs": 256, "total_steps": 400_000}
     values["seats"] = ",".join(["learner"] * args.config.num_players)
     return dataclasses.replace(args, **{key: value for key, value in values.items() if getattr(args, key) is None})
 

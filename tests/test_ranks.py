@@ -176,7 +176,8 @@ def one_gpu(out):
 
 def launch(processes, *command, expected=0):
     """-> stdout and stderr of torchrun"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     run = [
         sys.executable,
         "-m",
