@@ -80,12 +80,12 @@ SEARCH = {  # unless the method or the command line says otherwise
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
     | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
-    "cpu": {"num_envs": 128, "total_steps": 200_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 3, "ppo_real_ratio": 0.5}
+    "cpu": {"num_envs": 128, "total_steps": 250_000, "subgoal_updates": 2, "model_games": 8}
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5}
     | {"num_simulations": 8, "num_trees": 1},
 }
 # what the methods that search take instead
-SEARCHING = {"cuda": {"total_steps": 600_000}, "cpu": {"total_steps": 80_000, "num_envs": 64, "update_epochs": 4}}
+SEARCHING = {"cuda": {"total_steps": 600_000}, "cpu": {"total_steps": 80_000, "num_envs": 64}}
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
     "standard": {
@@ -133,7 +133,7 @@ class Args:
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
     """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU; methods without search 2 million and
-    200 000)"""
+    250 000)"""
     num_envs: int | None = None
     """E, games per seed (None: 256 on a GPU, 64 on a CPU, there without search 128)"""
     num_steps: int = 32
@@ -158,7 +158,7 @@ class Args:
     policy_hidden: int | None = None
     """PPO: width of the actor's and of the critic's two layers (None: 128 on a GPU, 64 on a CPU)"""
     update_epochs: int | None = None
-    """PPO: passes over each batch (None: 4; without search on a CPU 3)"""
+    """PPO: passes over each batch (None: 4; --method ppo on a CPU: 3)"""
     num_minibatches: int = 4
     """PPO: minibatches per pass"""
     gamma: float = 0.99
@@ -2526,7 +2526,7 @@ def resolved(args: Args) -> Args:
     if values["planner"] != "none":
         values |= SEARCHING[resolve_device(args.device).type]
     if args.method == "ppo" and resolve_device(args.device).type == "cpu":  # its iterations are short
-        values |= {"num_envs": 256, "total_steps": 400_000}
+        values |= {"num_envs": 256, "total_steps": 400_000, "update_epochs": 3}
     values["seats"] = ",".join(["learner"] * args.config.num_players)
     return dataclasses.replace(args, **{key: value for key, value in values.items() if getattr(args, key) is None})
 

@@ -74,8 +74,8 @@ METHODS = {
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
     | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
-    "cpu": {"num_envs": 128, "total_steps": 200_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 3, "ppo_real_ratio": 0.5},
+    "cpu": {"num_envs": 128, "total_steps": 250_000, "subgoal_updates": 2, "model_games": 8}
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5},
 }
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
@@ -121,7 +121,7 @@ class Args:
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
-    """env steps per seed (None: 2 million on a GPU, 200 000 on a CPU, there 400 000 for --method ppo)"""
+    """env steps per seed (None: 2 million on a GPU, 250 000 on a CPU, there 400 000 for --method ppo)"""
     num_envs: int | None = None
     """E, games per seed (None: 256 on a GPU, 128 on a CPU, there 256 for --method ppo)"""
     num_steps: int = 32
@@ -146,7 +146,7 @@ class Args:
     policy_hidden: int | None = None
     """PPO: width of the actor's and of the critic's two layers (None: 128 on a GPU, 64 on a CPU)"""
     update_epochs: int | None = None
-    """PPO: passes over each batch (None: 4 on a GPU, 3 on a CPU)"""
+    """PPO: passes over each batch (None: 4; --method ppo on a CPU: 3)"""
     num_minibatches: int = 4
     """PPO: minibatches per pass"""
     gamma: float = 0.99
@@ -2026,7 +2026,7 @@ def resolved(args: Args) -> Args:
     """Fills in what the method and the device decide."""
     values = {**METHODS[args.method], **BY_DEVICE[resolve_device(args.device).type]}
     if args.method == "ppo" and resolve_device(args.device).type == "cpu":  # its iterations are short
-        values |= {"num_envs": 256, "total_steps": 400_000}
+        values |= {"num_envs": 256, "total_steps": 400_000, "update_epochs": 3}
     values["seats"] = ",".join(["learner"] * args.config.num_players)
     return dataclasses.replace(args, **{key: value for key, value in values.items() if getattr(args, key) is None})
 
