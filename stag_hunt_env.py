@@ -1153,25 +1153,25 @@ def main(args: Args) -> dict:
     return results
 
 
-def _spelled_out(args_type: type, words: list[str]) -> list[str]:
-    """--flag and --no-flag, of flags that may also be None, as --flag True and --flag False"""
+def parse(args_type: type, words: list[str]):
+    """The flags as a command line gives them; --flag and --no-flag also for those that may be None"""
+    import tyro
+
     flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(args_type) if field.type == bool | None}
     found = []
     for word, following in itertools.zip_longest(words, words[1:]):
         flag = word.replace("--no-", "--", 1)
         bare = flag in flags and following not in ("True", "False", "None")
         found += [flag, str(flag == word)] if bare else [word]
-    return found
+    return tyro.cli(args_type, args=found, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def command_line(args_type: type, main: Callable) -> dict:
     """Parses the flags and runs main. Wrong flags and wrong input end with one line and exit code 2."""
-    import tyro
-
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args = tyro.cli(args_type, args=_spelled_out(args_type, sys.argv[1:]), config=(tyro.conf.OmitArgPrefixes,))
+            args = parse(args_type, sys.argv[1:])
     except SystemExit as stop:
         if stop.code:  # tyro explains itself in a box of several lines
             words = (line.strip("│╰╯─ ") for line in said.getvalue().splitlines() if not line.startswith("╭"))

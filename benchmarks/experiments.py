@@ -102,7 +102,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "pixel": Run(f"{INSIDE} --wm-head pixel", before=world("--wm-head pixel")),
             "pixel, weighted": Run(
                 f"{INSIDE} --wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1",
-                before=world("--wm-head pixel --channel-weights 2 2 2 2 1 1 1"),
+                before=world("--wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1"),
             ),
             "structured": Run(INSIDE, before=world("")),
         },

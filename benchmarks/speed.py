@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hopplus_mcts
 import hopplus_ppo
-from stag_hunt_env import NUM_ACTIONS, command_line, resolve_device
+from stag_hunt_env import NUM_ACTIONS, command_line, parse, resolve_device
 
 SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts}
 PPO, LARGE = "--compile --method ppo --num-envs", "--compile --num-envs 4096 --ppo-real-ratio 0.5"
@@ -88,7 +87,7 @@ def median_seconds(function, repeats: int, device) -> float:
 
 
 def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
-    args = hop.resolved(tyro.cli(hop.Args, args=[*flags.split(), "--device", device.type]))
+    args = hop.resolved(parse(hop.Args, [*flags.split(), "--device", device.type]))
     hop.checked(args)
     hop.set_precision(args)
     torch._dynamo.reset()

@@ -1444,6 +1444,28 @@ def test_captured_iterations_equal_eager_ones(method, tmp_path, no_pictures):
         assert same_tree(found[0][key], found[1][key]), key
 
 
+@pytest.mark.cuda
+def test_compiled_iterations_are_close_to_eager_ones(tmp_path, no_pictures):
+    """The same games and, after one iteration of 4 minibatches, the same figures up to rounding"""
+    found = []
+    for fused in (False, True):
+        flags = {"device": "cuda", "compile": fused, "precision": "fp32", "method": "ppo", "total_steps": 32}
+        found.append(run(tmp_path / str(fused), **flags))
+    for key in ("losses/policy", "losses/value", "losses/entropy", "losses/approx_kl", "losses/grad_norm"):
+        assert found[1][key] == pytest.approx(found[0][key], rel=1e-3, abs=1e-5), key
+    assert found[1]["charts/episodic_return"] == found[0]["charts/episodic_return"]
+
+
+@pytest.mark.cuda
+def test_lookups_in_one_kernel_are_the_same():
+    x = experiment(device=torch.device("cuda"))
+    things = torch.randint(x.env.config.num_cells + 1, (3, 500, 3 + x.env.config.num_prey), device="cuda")
+    encoder, walls = x.nets.models.moa.encoder, torch.zeros(3, 500, 1, device="cuda")
+    with torch.no_grad():
+        fused = encoder(things, walls)
+    torch.testing.assert_close(fused, encoder(things, walls).detach(), atol=1e-5, rtol=1e-4)
+
+
 HOSTLESS = [{"method": "ppo"}, {}, {"seats": "learner,mixed,random", "wm_ensemble": 2}, {"seats": "learner,switching,waiting"}]
 
 

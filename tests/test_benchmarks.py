@@ -1,0 +1,146 @@
+"""The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY, parts_of
+
+import hopplus_mcts
+import hopplus_ppo
+import pretrain_vae
+import pretrain_world_model
+from stag_hunt_env import parse
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import experiments
+import speed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCRIPTS = {
+    "hopplus_ppo.py": hopplus_ppo,
+    "hopplus_mcts.py": hopplus_mcts,
+    "pretrain_vae.py": pretrain_vae,
+    "pretrain_world_model.py": pretrain_world_model,
+}
+SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --hidden 8 --policy-hidden 16"
+
+
+@pytest.mark.parametrize(("script", "flags"), [("ppo", "--method ppo"), ("ppo", ""), ("mcts", "--num-simulations 2")])
+def test_speed(script, flags, tmp_path):
+    args = speed.Args(flags=f"{flags} {SMALL}", script=script, repeats=1, device="cpu", folder=str(tmp_path))
+    (row,) = speed.main(args)
+    stages = [row[f"{name}_ms"] for name in ("collect", "models", "imagine", "ppo")]
+    assert row["env_steps_per_s"] == pytest.approx(32 / row["iteration_ms"] * 1000) and min(stages) >= 0
+    assert row["agent_steps_per_s"] == pytest.approx(4 * row["env_steps_per_s"])
+    assert 0.5 < sum(stages) / row["iteration_ms"] < 1.2 and row["game_only_env_steps_per_s"] > row["env_steps_per_s"]
+    (line,) = csv.DictReader((tmp_path / "docs.csv").open())
+    assert float(line["iteration_ms"]) == row["iteration_ms"] and line["flags"] == args.flags
+
+
+def understood(script, flags):
+    parse(SCRIPTS[script].Args, flags.split())
+
+
+def test_all_flags_of_all_cases_are_understood():
+    for script, flags in [*speed.CASES["cuda"].values(), *speed.CASES["cpu"].values()]:
+        understood(f"hopplus_{script}.py", flags)
+    for script, flags, values in speed.GROWTH.values():
+        understood(f"hopplus_{script}.py", f"{flags} {values[0]}")
+    for _, runs, _ in experiments.SECTIONS.values():
+        for run in runs.values():
+            understood(run.script, run.flags)
+            for then in run.then:
+                understood(run.script, then)
+            if run.before:
+                understood(*run.before[:2])
+
+
+def tiny(**changes):
+    args = hopplus_ppo.resolved(hopplus_ppo.Args(**{**TINY, **changes}))
+    seating = hopplus_ppo.make_seating([[hopplus_ppo.LEARNER] * 3] * 2, args.num_envs, False, torch.device("cpu"))
+    return hopplus_ppo.make_experiment(args, seating, [1, 2], torch.device("cpu"))
+
+
+def test_the_old_mistakes_are_what_they_say(monkeypatch):
+    for name in ("real_batch", "imagine", "think"):
+        monkeypatch.setattr(hopplus_ppo, name, getattr(hopplus_ppo, name))  # put back afterwards
+    x = tiny(num_seeds=2)
+    w, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 8)
+    right = hopplus_ppo.real_batch(x, w, c)
+    experiments.one_player(hopplus_ppo)
+    wrong = hopplus_ppo.real_batch(x, w, c)
+    for key, value in right.items():
+        assert all(torch.equal(wrong[key][m], value[m // 3 * 3]) for m in range(6)), key
+    start = hopplus_ppo.Steps(*(field[:, 0] for field in w))
+    given = (x.args, x.env, x.nets, start, torch.ones_like(start.done), 2, torch.full_like(x.trusted, 2), x.generator)
+    assert (parts_of(x, hopplus_ppo.imagine(*given)["inputs"])["goals"] != 0).any()
+    experiments.zero_subgoals(hopplus_ppo)
+    assert (parts_of(x, hopplus_ppo.imagine(*given)["inputs"])["goals"] == 0).all()
+    _, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 2)
+    assert (c.goals != 0).any(), "real games still read subgoals"
+
+
+def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=(2,))
+    for number, run in enumerate(list(experiments.SECTIONS[2][1].values())[:2]):
+        folder = experiments.folder_of(args, run)
+        for seed in range(3):
+            there = folder / f"x__{seed}"
+            there.mkdir(parents=True)
+            (there / "args.json").write_text(json.dumps({"seed": seed}))
+            returns = [1.0, 2.0, 2.9, 2.85, 2.5 + 0.1 * seed + number]
+            with open(there / "metrics.jsonl", "w") as file:
+                for k, value in enumerate(returns):
+                    seats = {f"charts/episodic_return/player_{i}": value + i for i in range(4)}
+                    line = {"steps": 100 * (k + 1), "time/training": k, "time/ready": 9, "charts/episodic_return": value}
+                    file.write(json.dumps(line | seats) + "\n")
+        (folder / "train.log").touch()
+    experiments.collect(args, 2)
+    rows = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
+    assert [(row["run"], row["seed"]) for row in rows[:4]] == [("PPO", "0"), ("PPO", "1"), ("PPO", "2"), ("PPO, shared", "0")]
+    assert rows[1]["steps_to_2.8"] == "300" and rows[1]["seconds_to_2.85"] == "2" and rows[1]["steps_to_4.5"] == ""
+    assert float(rows[1]["return"]) == pytest.approx(2.6) and float(rows[1]["fall"]) == pytest.approx(0.3)
+    assert float(rows[1]["player_3"]) == pytest.approx(5.6)
+    assert len(list(csv.DictReader((tmp_path / "docs/data/section_2_curves.csv").open()))) == 2 * 3 * 5
+    args.draw = True
+    experiments.main(args)
+    picture = tmp_path / "docs/results/section_2.png"
+    assert "| PPO | 3 | 2.6 [2.5, 2.7] |" in capsys.readouterr().out and picture.stat().st_size > 5000
+    picture.unlink()
+    experiments.main(args)
+    assert picture.exists(), "drawn again from the tables alone"
+
+
+def test_bootstrap():
+    mean, low, high = experiments.bootstrap(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
+    assert abs(mean - 3) < 0.15 and high - low == pytest.approx(4 / np.sqrt(400), rel=0.15) and low < mean < high
+    assert experiments.bootstrap([2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_scores_are_normalised_by_the_references_of_the_same_board():
+    best = {
+        "run": "PPO",
+        "sets": "standard",
+        "co_players": "3 NH",
+        "random mean": "0.5",
+        "best response mean": "1.5",
+        "frozen mean": "1",
+    }
+    other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
+    large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
+    found = experiments.normalised([best, other, large], "standard")
+    assert found == {"PPO, frozen": {"3 NH": 0.5}, "HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
+
+
+def test_sections_and_runs_that_do_not_exist(capsys):
+    with pytest.raises(ValueError, match="there is no section 9"):
+        experiments.main(experiments.Args(section=(9,), draw=True))
+    experiments.main(experiments.Args(list=True))
+    said = "\n" + capsys.readouterr().out
+    assert all(f"\n{number}. {title}" in said for number, (title, _, _) in experiments.SECTIONS.items())
