@@ -2639,7 +2639,7 @@ def main(args: Args) -> dict[str, float]:
         return profile(resolved(args))
     checkpoint = None
     if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-mcts-1", "checkpoint")
+        checkpoint = load_file(args.resume, "hopplus-mcts-2", "checkpoint")
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -2695,7 +2695,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-mcts-1", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        content = {"format": "hopplus-mcts-2", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
         if RANK == 0:
             save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
         of_all_ranks(None)  # nobody goes on, or ends, before it is written
@@ -2830,9 +2830,9 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 def load_run(args: Args, path: str) -> tuple[dict, Args]:
     """A checkpoint of this script or of hopplus_ppo.py, and its flags, with those of the search that are given now"""
     try:
-        saved = load_file(path, "hopplus-mcts-1", "checkpoint")
+        saved = load_file(path, "hopplus-mcts-2", "checkpoint")
     except ValueError:
-        saved = load_file(path, "hopplus-2", "checkpoint")
+        saved = load_file(path, "hopplus-3", "checkpoint")
     source, owned = args_from({"planner": "mcts", **saved["args"]}, device=args.device), saved["tensors"]["nets"]
     if "world" not in owned:
         source.search_model = "env"

@@ -2121,10 +2121,10 @@ def main(args: Args) -> dict[str, float]:
     if args.adapt:
         return adapt(dataclasses.replace(resolved(args), seats=args.seats))
     if args.cross_play:
-        return cross_play(args, saved := load_file(args.cross_play, "hopplus-2", "checkpoint"), args_from(saved["args"]))
+        return cross_play(args, saved := load_file(args.cross_play, "hopplus-3", "checkpoint"), args_from(saved["args"]))
     checkpoint = None
     if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-2", "checkpoint")
+        checkpoint = load_file(args.resume, "hopplus-3", "checkpoint")
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -2181,7 +2181,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-2", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        content = {"format": "hopplus-3", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
         if RANK == 0:
             save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
         of_all_ranks(None)  # nobody goes on, or ends, before it is written
@@ -2284,7 +2284,7 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 
 def evaluate(args: Args) -> dict[str, float]:
     """Frozen learners play in --seats; a table of returns by seat."""
-    saved = load_file(args.evaluate, "hopplus-2", "checkpoint")
+    saved = load_file(args.evaluate, "hopplus-3", "checkpoint")
     source = args_from(saved["args"])
     device, games = resolve_device(args.device), min(args.eval_games, 256)
     changes = {
@@ -2345,7 +2345,7 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
 def adapt(args: Args) -> dict[str, float]:
     """Trained learners meet the same co-players in game after game: frozen, and learning as they play. A table of the scores
     over the last quarter of the steps, beside a random player (0) and a best response (1)."""
-    saved = load_file(args.adapt, "hopplus-2", "checkpoint")
+    saved = load_file(args.adapt, "hopplus-3", "checkpoint")
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers import TINY
 
 import hopplus_mcts
 import hopplus_ppo
@@ -41,6 +42,29 @@ def test_the_command_is_understood(command):
     if "--help" in flags:
         return
     parse(SCRIPTS[script], flags)
+
+
+def test_the_ablation_of_the_readme_is_the_whole_edit(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    hunks = re.search(r"```diff\n.*?\n(@@.*?)```", text, re.S)[1].split("@@ @@\n")[1:]
+    script = (ROOT / "hopplus_ppo.py").read_text()
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    (tmp_path / "my_ablation.py").write_text(script)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_ablation
+
+    for name in ("draw_pictures", "film"):
+        monkeypatch.setattr(my_ablation, name, lambda *_: None)
+    seen, improve = [], my_ablation.improve
+    monkeypatch.setattr(my_ablation, "improve", lambda a, p, o, batch, g: (seen.append(batch), improve(a, p, o, batch, g))[1])
+    flags = {**TINY, "total_steps": 32, "run_dir": str(tmp_path / "runs"), "depth_discount": 0.5}
+    my_ablation.main(my_ablation.Args(**flags))
+    weights = seen[0]["weight"][seen[0]["real"] == 0]
+    assert set(weights.tolist()) <= {0.0, 1.0, 0.5, 0.25, 0.125} and (weights == 0.25).any()
 
 
 def test_there_are_many_commands():

@@ -1395,7 +1395,7 @@ REFUSED = [  # flags ("{...}" stands for a file), what the error must name
     ({"method": "ppo-omg", "world_model_checkpoint": "{world}"}, ["--world-model-checkpoint", "--imagination"]),
     *(({flag: "{missing}"}, ["there is no", "missing"]) for flag in ("resume", "evaluate", "adapt")),
     *(({flag: "{cut checkpoint}"}, ["cut short", "bytes"]) for flag in ("resume", "evaluate", "adapt")),
-    *(({flag: "{vae}"}, ["subgoals-1", "hopplus-2"]) for flag in ("resume", "evaluate", "adapt")),
+    *(({flag: "{vae}"}, ["subgoals-1", "hopplus-3"]) for flag in ("resume", "evaluate", "adapt")),
     ({"resume": "{text}"}, ["readable"]),
     ({"resume": "{abacus}"}, ["abacus", "cpu"]),
     ({"adapt": "{checkpoint}", "seats": "learner,mixed,random"}, ["--adapt", "one learner"]),
@@ -1406,7 +1406,7 @@ REFUSED = [  # flags ("{...}" stands for a file), what the error must name
     ({"vae_checkpoint": "{vae}", "hidden": 9}, ["hidden 8", "9"]),
     ({"world_model_checkpoint": "{missing}"}, ["world-model checkpoint", "missing"]),
     ({"world_model_checkpoint": "{cut world}"}, ["cut short"]),
-    ({"world_model_checkpoint": "{checkpoint}"}, ["hopplus-2", "world-model-2"]),
+    ({"world_model_checkpoint": "{checkpoint}"}, ["hopplus-3", "world-model-2"]),
     ({"world_model_checkpoint": "{world}", **MORE}, ["wm_head structured", "pixel", "wm_ensemble 2", "1"]),
 ]
 

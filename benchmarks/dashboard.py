@@ -1,0 +1,61 @@
+"""The curves to look at first, of one or more runs, in one picture.
+
+python benchmarks/dashboard.py runs/RUN [runs/OTHER ...] --out dashboard.png
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from stag_hunt_env import command_line
+
+PANELS = {  # tag: what to look for
+    "charts/episodic_return": "3.0 is the most; all hares 1.0",
+    "charts/stag_share": "a half: two hunt the stag",
+    "losses/value_real": "must not rise late",
+    "losses/approx_kl": "far below 0.1",
+    "moa/top1": "close to moa/ceiling/top1",
+    "wm/exact_match/8": "1: the world model can be trusted",
+    "wm/horizon": "how far it is trusted",
+    "audit/return_gap": "small: all learners do well",
+}
+
+
+@dataclasses.dataclass
+class Args:
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """folders of runs"""
+    out: str = "dashboard.png"
+    """the picture"""
+
+
+def main(args: Args) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(PANELS) // 2, figsize=(13, 5))
+    for run in args.runs:
+        path = Path(run) / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{run} is no folder of a run: it has no metrics.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for axis, (tag, hint) in zip(axes.flat, PANELS.items(), strict=True):
+            found = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
+            axis.plot([s for s, _ in found], [v for _, v in found], label=Path(run).name)
+            axis.set_title(f"{tag}\n{hint}", fontsize=9)
+            axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(args.out, dpi=75)
+
+
+if __name__ == "__main__":
+    command_line(Args, main)
