@@ -259,7 +259,7 @@ class Args:
     adapt: str | None = None
     """let this checkpoint's learners meet co-players with whom their policies never trained (--seats with one learner, or
     --adapt-sets), frozen and learning. Read besides --adapt-*: --seed, --learning-rate, --update-epochs,
-    --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates, --total-steps (best responses)"""
+    --num-minibatches, --ent-coef, --subgoal-learning-rate, --subgoal-updates; best responses: --total-steps, --compile"""
     adapt_sets: Literal["standard", "strangers"] = "standard"
     """--adapt without --seats: seven sets of nearest_stag, nearest_hare and random, or six of players whom nobody, not even
     the models, trained with"""
@@ -1035,6 +1035,7 @@ def hindsight(args: Args, config: StagHuntConfig, policy: ActorCritic, selection
             *(x.flatten(1, 2) for x in (w.board, w.time / config.final_time, w.last_joint)), goals.flatten(1, 2).flatten(2)
         )
         x = x[..., : x.shape[2] - tried.shape[-1] * k].view(m, steps, 1, games, 1, -1).expand(*tried.shape[:5], -1)
+        tried = tried.to(x.dtype)
         value = policy.value(torch.cat([x, tried.flatten(5)], 5).flatten(1, 4)).view(valid.shape)
         worst = math.inf if selection == "conservative" else -math.inf
         value = torch.where(valid, value, worst)
@@ -1849,10 +1850,8 @@ def draw_subgoals(x: Experiment, own: slice, writer: SummaryWriter, step: int) -
     w, goals = Steps(*(y[own] for y in x.last["steps"])), x.last["choices"].goals[own]
     if goals.shape[3] == 0:
         return
-    taken, games = (
-        prey_taken(w),
-        torch.arange(w.done.shape[2], device=w.done.device).view(1, 1, -1, 1).expand_as(prey_taken(w)),
-    )
+    taken = prey_taken(w)
+    games = torch.arange(w.done.shape[2], device=w.done.device).view(1, 1, -1, 1).expand_as(taken)
     present = w.board[:, :, :, 1 : w.joint.shape[3]].flatten(4).amax(4) > 0
     known = (taken >= 0) & present
     g, label, game = goals.unflatten(3, (taken.shape[3], -1))[known].float().cpu(), taken[known].cpu(), games[known].cpu()
@@ -1933,7 +1932,8 @@ def share_of_rank(args: Args) -> Args:
         return dataclasses.replace(args, seed=args.seed + RANK * each, num_seeds=each)
     if args.num_envs % WORLD:
         raise ValueError(f"--num-seeds {args.num_seeds} or --num-envs {args.num_envs} must be a multiple of the {WORLD} ranks")
-    parts = {name: math.ceil(getattr(args, name) / WORLD) for name in ("num_envs", "model_games", "wm_batch_size")}
+    parts = {name: max(2, math.ceil(getattr(args, name) / WORLD)) for name in ("model_games", "wm_batch_size")}
+    parts["num_envs"] = args.num_envs // WORLD
     checked(dataclasses.replace(args, **parts))  # its games must still fill the minibatches
     return dataclasses.replace(args, **parts)
 
@@ -2287,6 +2287,7 @@ def evaluate(args: Args) -> dict[str, float]:
     saved = load_file(args.evaluate, "hopplus-3", "checkpoint")
     source = args_from(saved["args"])
     device, games = resolve_device(args.device), min(args.eval_games, 256)
+    set_precision(source)
     changes = {
         "seats": args.seats or source.seats,
         "num_envs": games,
@@ -2349,7 +2350,7 @@ def adapt(args: Args) -> dict[str, float]:
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
-    set_precision(args)
+    set_precision(source)
     kinds, index = [], []
     learners = [i for i, kind in enumerate(seat_kinds(source.seats.split(","))) if kind == LEARNER]
     for players in sets.values():
@@ -2411,10 +2412,10 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
     from what is seen, and is used where it foretold the newest steps better, so far, than the MOA that the learner came
     with (q_phi stays: what is remembered was written by it). A learner with a world model learns from games that it
     imagines with what it remembers of its co-players, and acts with what it has learned where that earns more, in
-    imagination, than what it came with."""
+    imagination, than what it came with, by two standard errors."""
     policy, seat, models = x.nets.policy, x.seating.seat, x.nets.models
     came_with, curve, figures = copies_of(policy), [], {}
-    learned = copies_of(policy)
+    learned = came_with
     told = None if boards is None else torch.zeros_like(boards.told[:, :1])
     if learn and models is not None and x.args.subgoal_updates:
         models.inference.requires_grad_(False)
@@ -2516,7 +2517,7 @@ def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
     """What plain PPO earns that was trained against exactly each set, with --total-steps"""
     kinds = [seat_kinds(["learner", *players]) for players in sets.values()]
     changes = {"num_envs": 512, "num_seeds": 1, "seed": args.seed, "share_parameters": False, "compile": args.compile}
-    changes |= METHODS["ppo"]
+    changes |= {"cudagraphs": args.cudagraphs, "precision": source.precision, **METHODS["ppo"]}
     plain = dataclasses.replace(resolved(Args(config=source.config, device=args.device)), **changes)
     x = make_experiment(plain, make_seating(kinds, plain.num_envs, False, device), [args.seed], device)
     iterations, graphs = math.ceil(args.total_steps / plain.num_envs / plain.num_steps), {}
@@ -2581,6 +2582,7 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
 def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
     """A learner of each seed among the learners of each seed, frozen, in every seat: a matrix of its returns."""
     config, device, folder = source.config.checked(), resolve_device(args.device), Path(args.cross_play).parent
+    set_precision(source)
     n, seeds = config.num_players, source.num_seeds
     if seeds < 2:
         raise ValueError(f"--cross-play needs a run of at least 2 seeds, {args.cross_play} has 1: train with --num-seeds")

@@ -1160,9 +1160,9 @@ def parse(args_type: type, words: list[str]):
     flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(args_type) if field.type == bool | None}
     found = []
     for word, following in itertools.zip_longest(words, words[1:]):
-        flag = word.replace("--no-", "--", 1)
+        flag = word.replace("_", "-").replace("--no-", "--", 1)
         bare = flag in flags and following not in ("True", "False", "None")
-        found += [flag, str(flag == word)] if bare else [word]
+        found += [flag, str(not word.startswith(("--no-", "--no_")))] if bare else [word]
     return tyro.cli(args_type, args=found, config=(tyro.conf.OmitArgPrefixes,))
 
 

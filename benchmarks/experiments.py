@@ -1,4 +1,4 @@
-"""Reruns the experiments of docs/results.md on one GPU, and draws its figures.
+"""Runs the experiments that answer the project's questions on one GPU, and draws their figures.
 
     python benchmarks/experiments.py --list
     python benchmarks/experiments.py --section 1 7 --parallel 4
@@ -11,12 +11,13 @@ A run that is finished is not made again (its folder in --run-dir has a file `fi
 import concurrent.futures
 import csv
 import dataclasses
-import functools
 import glob
 import json
+import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,11 @@ def world(flags: str) -> tuple[str, str, str]:
 
 INSIDE = f"{SHORT} --no-trust --critic-data mixed --ppo-real-ratio 0.05"
 DEFAULT = Run(SHORT)
+LONG_RUNS = {
+    "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
+    "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
+    "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+}
 SECTIONS = {  # number: title, runs, panels (kind, key)
     1: (
         "Why was the value loss so high?",
@@ -132,9 +138,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
     7: (
         "Which module pays, and where?",
         {
-            "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
-            "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
-            "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+            **LONG_RUNS,
             "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
             "PPO, few steps": Run(f"{SEEDS5} --total-steps 400000 --method ppo --num-envs 128"),
             "HOP+, few steps": Run(f"{SEEDS5} --total-steps 100000 {FEW}"),
@@ -152,11 +156,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
     ),
     8: (
         "How well does a learner adapt to players nobody trained with?",
-        {
-            "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
-            "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
-            "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
-        },
+        LONG_RUNS,
         [("adaptation", "strangers")],
     ),
 }
@@ -228,9 +228,9 @@ PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals}
 
 
 def folder_of(args: Args, run: Run) -> Path:
-    words = [run.script, run.flags, *(run.before or ()), run.patch or "", args.extra]
+    words = [run.script, run.flags, *(run.before or ()), *run.then, run.patch or "", args.extra, args.extra_then]
     name = "".join(c if c.isalnum() else "_" for c in " ".join(words)).strip("_")
-    return Path(args.run_dir) / name[:200]
+    return Path(args.run_dir) / f"{name[:120]}_{zlib.crc32(' '.join(words).encode()):08x}"
 
 
 def checkpoint_in(folder: Path) -> str:
@@ -242,7 +242,8 @@ def make(args: Args, run: Run) -> None:
     folder = folder_of(args, run)
     if (folder / "finished").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    folder.mkdir(parents=True)
     fixed = ["--picture-every", "0", "--save-every", "1000000"]
 
     def call(log: str, *command: str) -> None:
@@ -293,13 +294,10 @@ def collect(args: Args, number: int) -> None:
     summaries, curves, met, crossed = [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
-        if not (folder / "train.log").exists():
+        if not (folder / "finished").exists():
             continue
         before = [read_lines(Path(p))[-1] for p in sorted(glob.glob(f"{folder}/before/*/metrics.jsonl"))]
-        paths = sorted(
-            glob.glob(f"{folder}/*/metrics.jsonl"),
-            key=lambda p: json.loads((Path(p).parent / "args.json").read_text())["seed"],
-        )
+        paths = sorted(glob.glob(f"{folder}/*/metrics.jsonl"))
         for seed, path in enumerate(paths):
             lines = read_lines(Path(path))
             if not lines:
@@ -500,6 +498,8 @@ def draw(args: Args, number: int) -> None:
 
 
 def main(args: Args) -> None:
+    if args.patched:
+        raise ValueError(f"--patched {args.patched} wants the flags of hopplus_ppo.py after --")
     if args.list:
         for number, (title, runs, _) in SECTIONS.items():
             print(f"{number}. {title}")
@@ -526,7 +526,6 @@ def main(args: Args) -> None:
         draw(args, number)
 
 
-@functools.cache
 def patched_main(name: str):
     import hopplus_ppo
 

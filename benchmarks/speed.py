@@ -6,7 +6,7 @@ how does it grow?
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
 Medians of `--repeats` iterations after warm-up, without logging. The models are not pretrained: a step costs the same. Writes
-`speed.csv`, and for `growth` a picture, to `--folder`.
+`docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
 """
 
 import csv
@@ -49,7 +49,7 @@ CASES = {  # name: (script, flags)
 }
 GROWTH = {  # what grows: (script, flags, values)
     "games": ("ppo", "--num-envs", (256, 1024, 4096)),
-    "board side": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
+    "board height": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
     "players": ("ppo", "--num-envs 1024 --num-players", (2, 4, 6)),
     "seeds": ("ppo", "--num-seeds", (1, 4, 16)),
     "imagination horizon": ("ppo", "--imagination-horizon", (2, 8, 32)),
@@ -162,7 +162,7 @@ def main(args: Args) -> list[dict]:
               + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
               + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
         names = list(dict.fromkeys(key for found in rows for key in found))
-        with open(folder / f"{args.cases}.csv", "w", newline="") as file:
+        with open(folder / f"{args.cases if args.flags is None else 'own'}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows)

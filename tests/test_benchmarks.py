@@ -39,7 +39,7 @@ def test_speed(script, flags, tmp_path):
     assert row["env_steps_per_s"] == pytest.approx(32 / row["iteration_ms"] * 1000) and min(stages) >= 0
     assert row["agent_steps_per_s"] == pytest.approx(4 * row["env_steps_per_s"])
     assert 0.5 < sum(stages) / row["iteration_ms"] < 1.2 and row["game_only_env_steps_per_s"] > row["env_steps_per_s"]
-    (line,) = csv.DictReader((tmp_path / "docs.csv").open())
+    (line,) = csv.DictReader((tmp_path / "own.csv").open())
     assert float(line["iteration_ms"]) == row["iteration_ms"] and line["flags"] == args.flags
 
 
@@ -93,14 +93,13 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
         for seed in range(3):
             there = folder / f"x__{seed}"
             there.mkdir(parents=True)
-            (there / "args.json").write_text(json.dumps({"seed": seed}))
             returns = [1.0, 2.0, 2.9, 2.85, 2.5 + 0.1 * seed + number]
             with open(there / "metrics.jsonl", "w") as file:
                 for k, value in enumerate(returns):
                     seats = {f"charts/episodic_return/player_{i}": value + i for i in range(4)}
                     line = {"steps": 100 * (k + 1), "time/training": k, "time/ready": 9, "charts/episodic_return": value}
                     file.write(json.dumps(line | seats) + "\n")
-        (folder / "train.log").touch()
+        (folder / "finished").touch()
     experiments.collect(args, 2)
     rows = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert [(row["run"], row["seed"]) for row in rows[:4]] == [("PPO", "0"), ("PPO", "1"), ("PPO", "2"), ("PPO, shared", "0")]

@@ -1,4 +1,4 @@
-"""Every command in README, docs and docstrings is one that the scripts understand."""
+"""The commands in README, docs and docstrings (those at the beginning of a line) are ones that the scripts understand."""
 
 import re
 import shlex
