@@ -398,20 +398,21 @@ def seats(axis, rows: list[dict], _: str) -> None:
     runs = list(dict.fromkeys(row["run"] for row in rows))
     for i in range(4):
         found = by_run(rows, f"player_{i}")
-        stats = [bootstrap(found[run]) for run in runs]
-        places = np.arange(len(runs)) + 0.18 * i
-        axis.barh(places, [s[0] for s in stats], 0.16, label=f"seat {i + 1}")
-        axis.errorbar(
-            [s[0] for s in stats],
-            places,
-            xerr=np.array([[s[0] - s[1], s[2] - s[0]] for s in stats]).T,
-            fmt="none",
-            color="black",
-        )
-    axis.set(yticks=np.arange(len(runs)) + 0.27, title="mean return by seat")
+        stats = np.array([bootstrap(found[run]) for run in runs])  # [runs, (mean, low, high)]
+        spread = np.abs(stats[:, 1:] - stats[:, :1]).T
+        axis.errorbar(stats[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}")
+    axis.set(yticks=np.arange(len(runs)) + 0.22, title="mean return by seat")
     axis.set_yticklabels(runs, fontsize=7)
     axis.invert_yaxis()
     axis.legend(fontsize=6)
+
+
+def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarray, float]:
+    """mean return of each seat, and p of a permutation test: seats exchanged within each seed, variance of the four means"""
+    table = np.array([[float(row[f"player_{i}"]) for i in range(4)] for row in rows if row["run"] == run])  # [seeds, seats]
+    order = np.random.default_rng(0).random((draws, *table.shape)).argsort(2)
+    shuffled = np.take_along_axis(np.broadcast_to(table, order.shape), order, 2).mean(1).var(1)
+    return table.mean(0), float((shuffled >= table.mean(0).var() - 1e-12).mean())
 
 
 def normalised(rows: list[dict], sets: str) -> dict[str, dict[str, float]]:
@@ -491,6 +492,10 @@ def draw(args: Args, number: int) -> None:
             short = f" ({len(values or [])} of {count} seeds)" if len(values or []) < count else ""
             cells.append(f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else "")
         print(f"| {run} | {count} | {' | '.join(cells)} |")
+    if ("seats", "") in panels:
+        for run in dict.fromkeys(row["run"] for row in rows):
+            means, p = seat_test(rows, run)
+            print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
     for sets in ("standard", "strangers"):
         found = normalised(read(args, number, "_adaptation"), sets)
         for run, scores in found.items():

@@ -122,6 +122,14 @@ def test_bootstrap():
     assert experiments.bootstrap([2.0]) == (2.0, 2.0, 2.0)
 
 
+def test_seats_that_differ_are_found():
+    noise = np.random.default_rng(3).normal(0, 0.05, (8, 4))
+    for lead, low, high in ((0.0, 0.05, 1.0), (0.3, 0.0, 0.001)):
+        rows = [{"run": "x", **{f"player_{i}": 2 + noise[s, i] + lead * (i == 0) for i in range(4)}} for s in range(8)]
+        means, p = experiments.seat_test(rows, "x", 2000)
+        assert low <= p <= high and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
+
+
 def test_scores_are_normalised_by_the_references_of_the_same_board():
     best = {
         "run": "PPO",
