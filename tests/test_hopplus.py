@@ -513,6 +513,14 @@ def dream_of(x, start, alive, world=None, horizon=5, trusted=None):
     return dream | parts_of(x, dream["inputs"])
 
 
+def test_subgoals_are_the_last_inputs_and_padding_comes_first():
+    x = experiment(goal_dim=6)
+    _, c, _ = play(x, 4)
+    found = parts_of(x, c.inputs)
+    assert x.nets.policy.padding == 6 and torch.equal(found["goals"], c.goals), "hindsight exchanges the last inputs"
+    assert (found["board"].flatten(4).sum(4)[..., : x.env.config.num_players] <= 1).all() and (found["board"] > 0).any()
+
+
 @pytest.mark.parametrize("limit", [None, 1])
 def test_imagined_games_follow_the_rules_and_end(limit):
     x = experiment(config=dataclasses.replace(CONFIG, steps_after_first_hunt=limit), num_envs=12)
