@@ -1319,6 +1319,31 @@ def test_a_learned_moa_is_used_where_it_foretold_better(better, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(calls[-1], learned[-2], strict=True)), "judged before it sees the steps"
 
 
+def test_learned_weights_are_used_where_they_earn_two_standard_errors_more(monkeypatch):
+    """Two learners; in imagination the new weights earn 1.7 and 2.8 standard errors more than those they came with."""
+    flags = {"num_seeds": 2, "num_envs": 1, "num_steps": 8, "seats": "learner,random,nearest_hare", "subgoal_updates": 0}
+    x = experiment(adapt_games=64, adapt_rounds=1, **flags)
+    x.replay.push(play(x, 8)[0])
+    boards = hop.first_boards({"tensors": x.tensors()}, torch.tensor([0, 1]), CPU, 8)
+    imagine, before, learned = hop.imagine, weights(x.nets.policy), []
+
+    def judged(*given):
+        found = imagine(*given)
+        new = any((p != q).any() for p, q in zip(before, weights(x.nets.policy), strict=True))
+        learned.append(weights(x.nets.policy)) if new else None
+        found["reward"] = torch.zeros_like(found["reward"])
+        found["reward"][:, 0] = torch.tensor([1.0, -1.0]).repeat(32) + torch.tensor([[0.3], [0.5]]) * new
+        found["alive"] = torch.ones_like(found["alive"])
+        return found
+
+    monkeypatch.setattr(hop, "imagine", judged)
+    _, figures = hop.meet(x.args, x, boards, 1, True)
+    assert figures["changed"].tolist() == [0.0, 1.0]
+    for ours, old, new in zip(weights(x.nets.policy), before, learned[-1], strict=True):
+        assert torch.equal(ours[0], old[0]) and torch.equal(ours[1], new[1])
+    assert figures["imagined return"] == pytest.approx([0.0, 0.5], abs=1e-6)
+
+
 def test_first_boards_are_boards_of_real_games():
     x = experiment(rehearsed=0, replay_rollouts=3)
     x.replay.push(play(x, 8)[0])
