@@ -514,6 +514,10 @@ def main(args: Args) -> None:
     wrong = [n for n in args.section if n not in SECTIONS]
     if wrong:
         raise ValueError(f"there is no section {wrong[0]}: {', '.join(map(str, SECTIONS))}")
+    known = [label for n in args.section for label in SECTIONS[n][1]]
+    unknown = [label for label in args.only if label not in known]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: the runs of these sections are {', '.join(known)}")
     if not args.draw:
         runs = [run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only]
         begun = time.time()

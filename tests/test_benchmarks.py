@@ -148,6 +148,10 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
 def test_sections_and_runs_that_do_not_exist(capsys):
     with pytest.raises(ValueError, match="there is no section 9"):
         experiments.main(experiments.Args(section=(9,), draw=True))
+    with pytest.raises(ValueError, match="the runs of these sections are PPO, PPO, shared"):
+        experiments.main(experiments.Args(section=(2,), only=("POP",), draw=True))
+    with pytest.raises(ValueError, match="after --"):
+        experiments.main(experiments.Args(patched="one_player"))
     experiments.main(experiments.Args(list=True))
     said = "\n" + capsys.readouterr().out
     assert all(f"\n{number}. {title}" in said for number, (title, _, _) in experiments.SECTIONS.items())
