@@ -79,10 +79,11 @@ SEARCH = {  # unless the method or the command line says otherwise
 }
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
-    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
+    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2}
+    | {"wm_updates": 4, "wm_batch_size": 1024},
     "cpu": {"num_envs": 128, "total_steps": 250_000, "subgoal_updates": 2, "model_games": 8}
     | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5}
-    | {"num_simulations": 8, "num_trees": 1},
+    | {"wm_updates": 2, "wm_batch_size": 256, "num_simulations": 8, "num_trees": 1},
 }
 # what the methods that search take instead
 SEARCHING = {"cuda": {"total_steps": 600_000}, "cpu": {"total_steps": 80_000, "num_envs": 64}}
@@ -127,8 +128,8 @@ class Args:
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = False
-    """on a GPU: fuse the game's step, PPO's loss and the choice within the trees with torch.compile; takes 10 to 30 s at the
-    start, for long runs"""
+    """on a GPU: fuse the game's step, the models, the choice within the trees and PPO's loss with torch.compile; takes up to
+    a minute at the start, for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
@@ -229,12 +230,12 @@ class Args:
     """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: float = 1e-3
     """world model: Adam's step size (in pretraining 2e-3, falling)"""
-    wm_updates: int = 2
-    """world model: updates per training iteration (0: do not train it)"""
+    wm_updates: int | None = None
+    """world model: updates per training iteration (0: do not train it; None: 4 on a GPU, 2 on a CPU)"""
     wm_period: int = 1
     """world model: train in every k-th iteration"""
-    wm_batch_size: int = 256
-    """world model: transitions per update and learner"""
+    wm_batch_size: int | None = None
+    """world model: transitions per update and learner (None: 1024 on a GPU, 256 on a CPU)"""
     world_model_checkpoint: str | None = None
     """start from this checkpoint of pretrain_world_model.py instead of pretraining here"""
     pretraining_updates: int | None = None
@@ -345,6 +346,11 @@ class StackedLinear(nn.Module):
         return (rows @ weight + bias).view(*x.shape[:-1], -1)
 
 
+def padding(inputs: int) -> int:
+    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
+    return -inputs % 8
+
+
 class BoardEncoder(nn.Module):
     """A board as a list of things (see `things`) -> features. Each thing is looked up by its kind and its place relative to
     the observer; players add up, and among stags and among hares the largest value wins, so that the nearest can speak."""
@@ -359,11 +365,10 @@ class BoardEncoder(nn.Module):
         lookup = np.full((n + 2, cells + 1, cells + 1), self.rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its place on the board
-        lookup[n:][lookup[n:] == self.rows - 1] = self.rows  # one row more: prey that is not there never has the largest value
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.register_buffer("first", (self.rows + 1) * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
+        self.register_buffer("first", self.rows * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
         self.table = nn.Parameter(torch.stack([0.1 * torch.randn(self.rows, hidden, generator=g) for g in generators]))
         self.walls = StackedLinear(generators, cells, hidden) if config.max_wall_pieces else None
         self.mix = StackedLinear(generators, 3 * hidden, hidden, math.sqrt(2))
@@ -373,12 +378,12 @@ class BoardEncoder(nn.Module):
         """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
         config, nothing = self.config, self.table[:, -1:]
         row = self.lookup[self.kind, things[..., :1], things] + self.first[: len(things)]
-        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9).flatten(0, 1)
+        table = self.table.flatten(0, 1)
 
         def look(row, mode):  # [M, B, some] -> [M, B, hidden]
             if row.shape[2] == 0:
                 return nothing.expand(-1, row.shape[1], -1)
-            if row.is_cuda and not torch.is_grad_enabled():  # the same in one kernel
+            if row.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
                 return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
             vectors = F.embedding(row, table)
             return vectors.sum(2) if mode == "sum" else vectors.amax(2)
@@ -442,13 +447,15 @@ class ActionModel(nn.Module):
     def __init__(self, config, generators, hidden, goal_size):
         super().__init__()
         self.encoder = BoardEncoder(config, generators, hidden)
-        self.mix = StackedLinear(generators, hidden + 1 + goal_size, hidden, math.sqrt(2))
+        self.padding = padding(hidden + 1 + goal_size)
+        self.mix = StackedLinear(generators, self.padding + hidden + 1 + goal_size, hidden, math.sqrt(2))
         self.out = StackedLinear(generators, hidden, hidden, math.sqrt(2))
         self.head = StackedLinear(generators, hidden, NUM_ACTIONS, 0.01)
 
     def forward(self, features, clock, goal, legal):
         """features of the encoder [M, n, hidden], clock [M, n], goal [M, n, _], legal bool [M, n, 7] -> [M, n, 7]"""
-        x = self.head(F.relu(self.out(F.relu(self.mix(torch.cat([features, clock[..., None], goal], 2))))))
+        nothing = features.new_zeros(()).expand(*clock.shape, self.padding)
+        x = self.head(F.relu(self.out(F.relu(self.mix(torch.cat([nothing, features, clock[..., None], goal], 2))))))
         return x.masked_fill(~legal, -1e9).log_softmax(2)
 
 
@@ -526,7 +533,8 @@ class WorldModel(nn.Module):
         # only where players differ in strength, who of the others does it.
         self.by_name = config.strengths is not None
         inputs = 9 * NUM_ACTIONS * (2 + self.by_name * (n - 1)) + 9 * 4
-        self.layers = nn.ModuleList([StackedLinear(generators, inputs, hidden, math.sqrt(2))])
+        self.padding = padding(inputs)
+        self.layers = nn.ModuleList([StackedLinear(generators, self.padding + inputs, hidden, math.sqrt(2))])
         self.layers.append(StackedLinear(generators, hidden, hidden, math.sqrt(2)))
         # One head for each action of the player's own: a bystander is not mistaken for one of the party that it stands among.
         self.outcome_head = StackedLinear(generators, hidden, NUM_ACTIONS * 6, 0.01)
@@ -556,7 +564,8 @@ class WorldModel(nn.Module):
         around = self.around[cell].flatten(2)  # [M, B, N * 9]
         patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
         others = painted[:, :, :, 1:]
-        parts = [painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
+        nothing = painted.new_zeros(()).expand(*cell.shape, self.padding)
+        parts = [nothing, painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
         x = torch.cat(parts, 3)  # [M, B, N, inputs]
         for layer in self.layers:
             x = F.relu(layer(x))
@@ -656,7 +665,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.register_buffer("one_hot", torch.eye(NUM_ACTIONS, dtype=precision), persistent=False)
         inputs = math.prod(config.observation_shape) + 1 + NUM_ACTIONS * config.num_players + goal_inputs
-        self.padding = -inputs % 8  # GPUs multiply matrices faster whose rows begin at multiples of 32 bytes
+        self.padding = padding(inputs)
         self.actor, self.critic = nn.ModuleList(), nn.ModuleList()
         for layers, outputs, gain in ((self.actor, NUM_ACTIONS, 0.01), (self.critic, 1, 1.0)):
             layers.append(StackedLinear(generators, inputs + self.padding, hidden, math.sqrt(2)))
@@ -793,6 +802,13 @@ def goal_noise(args: Args, shape, generator):
 def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, generator) -> Thought:
     """board [M, n, C, H, W], prey [M, n, P], clock [M, n], summary [M, n, K, hidden] of each co-player's past, told
     [M, n, K, D] (which player it is, for --subgoals oracle)"""
+    m, n, k = summary.shape[:3]
+    noise = goal_noise(args, (m, n * k), generator)
+    return fused(think_with, args, env.device)(args, env, models, board, prey, clock, summary, told, noise)
+
+
+def think_with(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, noise) -> Thought:
+    """The same, with noise [M, n*K, D] from outside: compiled functions do not draw random numbers"""
     things, walls, legal = all_views(env, board, prey)
     m, n, k = legal.shape[0], legal.shape[1], legal.shape[2] - 1
     things, walls = things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2)
@@ -802,8 +818,7 @@ def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summ
     else:
         state = models.inference.encoder(things, walls)
     posterior = believe(args, models, state, summary.flatten(1, 2).float())
-    goals, noise = goal_mean(args, posterior), goal_noise(args, (m, n * k), generator)
-    drawn = draw_goal(args.goal_kind, posterior, noise, args.temperature)
+    goals, drawn = goal_mean(args, posterior), draw_goal(args.goal_kind, posterior, noise, args.temperature)
     if args.subgoals == "oracle":
         goals = drawn = told.flatten(1, 2)
     others = models.moa(features, clock, drawn, able)
@@ -933,7 +948,7 @@ def next_action(args: Args, scale: float, edges, value):
 
 
 @functools.cache
-def fused(root: str, puct: float, q_temperature: float, scale: float):
+def fused_choice(root: str, puct: float, q_temperature: float, scale: float):
     """`next_action` in one kernel"""
     args = Args(root=root, puct=puct, q_temperature=q_temperature)
     return torch.compile(lambda edges, value: next_action(args, scale, edges, value))
@@ -991,7 +1006,7 @@ def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, unifo
     simulations, rows = len(uniform), torch.arange(len(ended), device=ended.device)
     tree, choose = plant(args, scale, root, ended, simulations), functools.partial(next_action, args, scale)
     if args.compile and ended.device.type == "cuda":
-        choose = fused(args.root, args.puct, args.q_temperature, scale)
+        choose = fused_choice(args.root, args.puct, args.q_temperature, scale)
     dtype, spare, actions, flat = root.value.dtype, simulations + 1, root.logits.shape[1], tree.edges.flatten(1)
     wanted = table[(root.logits > ILLEGAL / 2).sum(1)]  # [T, simulations]
     for k in range(simulations):
@@ -1127,7 +1142,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, tick
             position = position._replace(state=thought.state.unflatten(1, (-1, k)).flatten(0, 1))
             tick("subgoal")  # and MOA
         else:
-            read, (legal, expected) = goals, foresee(env, nets.models, board, prey, clock, drawn)
+            read, (legal, expected) = goals, fused(foresee, args, device)(env, nets.models, board, prey, clock, drawn)
         tick("moa")
         logits, value = nets.policy(nets.policy.inputs(board, clock, last, read), legal)
         return Leaf(*(x.flatten(0, 1) for x in (logits, value, expected)), position)
@@ -1139,7 +1154,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, tick
         else:
             members = len(next(nets.world.parameters())) // m
             copies = (x.repeat_interleave(members, 0) for x in (board, by_learner(joint)))
-            p = nets.world.predict(*copies, with_raw=False)
+            p = fused(type(nets.world).predict, args, device)(nets.world, *copies, with_raw=False)
             after = p.board.unflatten(0, (m, members))[:, 0].flatten(0, 1)
             reward = p.reward.unflatten(0, (m, members))[:, 0].flatten()
             reward = reward.clamp(min(payoffs), max(payoffs))
@@ -1641,7 +1656,7 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
     config, found = env.config, []
     board, time_now, first_hunt, last = start.board, start.time.int(), start.first_hunt.int(), start.last_joint.long()
     prey, summary, members = start.prey.long(), start.summary.float(), len(next(nets.world.parameters())) // len(start.done)
-    low, high = min(config.payoffs()), max(config.payoffs())
+    low, high, predict = min(config.payoffs()), max(config.payoffs()), fused(type(nets.world).predict, args, env.device)
     for step in range(horizon + 1):
         clock = time_now / config.final_time
         thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator)
@@ -1652,7 +1667,7 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
         alive = alive & (step < trusted)[:, None]
         own, others = sample(log_probs.exp(), generator), sample(thought.expected.exp(), generator)
         joint = torch.cat([own[..., None], others], 2)
-        p = nets.world.predict(board.repeat_interleave(members, 0), joint.repeat_interleave(members, 0), with_raw=False)
+        p = predict(nets.world, board.repeat_interleave(members, 0), joint.repeat_interleave(members, 0), with_raw=False)
         boards, reward = p.board.unflatten(0, (-1, members)), p.reward.unflatten(0, (-1, members))[:, 0]
         if members > 1:
             alive = alive & ~(boards != boards[:, :1]).flatten(3).any(3).any(1)
@@ -1712,7 +1727,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
     """Distillation of what was searched and PPO on the other samples [M, n, ...], which all learners read in the same random
     order; -> mean of every figure [M] over all minibatches"""
     parameters, totals = list(policy.parameters()), 0.0
-    loss_of = compiled(ppo_loss) if args.compile and generator.device.type == "cuda" else ppo_loss
+    loss_of = fused(ppo_loss, args, generator.device)
     numbers = torch.stack([batch[key].float() for key in NUMBERS], 2)
     samples = batch["inputs"], batch["legal"], numbers, batch["search_probs"]
     for _ in range(args.update_epochs):
@@ -2041,9 +2056,13 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
     return call
 
 
+def fused(function, args: Args, device):
+    """With --compile, on a GPU: the same function in fewer kernels"""
+    return compiled(function) if args.compile and device.type == "cuda" else function
+
+
 @functools.cache
 def compiled(function):
-    """The same function in fewer kernels"""
     return torch.compile(function, dynamic=False)
 
 
@@ -2151,7 +2170,7 @@ def spread(weights: dict[str, torch.Tensor], copies: int, members: int) -> dict[
 def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.vae_checkpoint is None:
         return False
-    saved = load_file(args.vae_checkpoint, "subgoals-1", "VAE checkpoint")
+    saved = load_file(args.vae_checkpoint, "subgoals-2", "VAE checkpoint")
     size = "goal_dim" if args.goal_kind == "continuous" else "num_goals"
     wanted = {name: getattr(args, name) for name in ("goal_kind", size, "hidden")}
     names = ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
@@ -2163,7 +2182,7 @@ def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[
 def load_world_model(args: Args, world: nn.Module | None, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.world_model_checkpoint is None or world is None:
         return False
-    saved = load_file(args.world_model_checkpoint, "world-model-2", "world-model checkpoint")
+    saved = load_file(args.world_model_checkpoint, "world-model-3", "world-model checkpoint")
     wanted = {name: getattr(args, name) for name in ("wm_head", "wm_hidden", "wm_ensemble")}
     names = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial")
     names += ("height", "width") if args.wm_head == "pixel" else ()
@@ -2639,7 +2658,7 @@ def main(args: Args) -> dict[str, float]:
         return profile(resolved(args))
     checkpoint = None
     if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-mcts-2", "checkpoint")
+        checkpoint = load_file(args.resume, "hopplus-mcts-3", "checkpoint")
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -2695,7 +2714,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-mcts-2", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        content = {"format": "hopplus-mcts-3", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
         if RANK == 0:
             save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
         of_all_ranks(None)  # nobody goes on, or ends, before it is written
@@ -2830,9 +2849,9 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 def load_run(args: Args, path: str) -> tuple[dict, Args]:
     """A checkpoint of this script or of hopplus_ppo.py, and its flags, with those of the search that are given now"""
     try:
-        saved = load_file(path, "hopplus-mcts-2", "checkpoint")
+        saved = load_file(path, "hopplus-mcts-3", "checkpoint")
     except ValueError:
-        saved = load_file(path, "hopplus-3", "checkpoint")
+        saved = load_file(path, "hopplus-4", "checkpoint")
     source, owned = args_from({"planner": "mcts", **saved["args"]}, device=args.device), saved["tensors"]["nets"]
     if "world" not in owned:
         source.search_model = "env"

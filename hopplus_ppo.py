@@ -73,9 +73,11 @@ METHODS = {
 }
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
-    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2},
+    | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2}
+    | {"wm_updates": 4, "wm_batch_size": 1024},
     "cpu": {"num_envs": 128, "total_steps": 250_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5},
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5}
+    | {"wm_updates": 2, "wm_batch_size": 256},
 }
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
@@ -117,7 +119,8 @@ class Args:
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = False
-    """on a GPU: fuse the game's step and PPO's loss with torch.compile; takes 10 to 20 s at the start, for long runs"""
+    """on a GPU: fuse the game's step, the models and PPO's loss with torch.compile; takes up to a minute at
+    the start, for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
     total_steps: int | None = None
@@ -217,12 +220,12 @@ class Args:
     """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: float = 1e-3
     """world model: Adam's step size (in pretraining 2e-3, falling)"""
-    wm_updates: int = 2
-    """world model: updates per training iteration (0: do not train it)"""
+    wm_updates: int | None = None
+    """world model: updates per training iteration (0: do not train it; None: 4 on a GPU, 2 on a CPU)"""
     wm_period: int = 1
     """world model: train in every k-th iteration"""
-    wm_batch_size: int = 256
-    """world model: transitions per update and learner"""
+    wm_batch_size: int | None = None
+    """world model: transitions per update and learner (None: 1024 on a GPU, 256 on a CPU)"""
     world_model_checkpoint: str | None = None
     """start from this checkpoint of pretrain_world_model.py instead of pretraining here"""
     pretraining_updates: int | None = None
@@ -302,6 +305,11 @@ class StackedLinear(nn.Module):
         return (rows @ weight + bias).view(*x.shape[:-1], -1)
 
 
+def padding(inputs: int) -> int:
+    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
+    return -inputs % 8
+
+
 class BoardEncoder(nn.Module):
     """A board as a list of things (see `things`) -> features. Each thing is looked up by its kind and its place relative to
     the observer; players add up, and among stags and among hares the largest value wins, so that the nearest can speak."""
@@ -316,11 +324,10 @@ class BoardEncoder(nn.Module):
         lookup = np.full((n + 2, cells + 1, cells + 1), self.rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its place on the board
-        lookup[n:][lookup[n:] == self.rows - 1] = self.rows  # one row more: prey that is not there never has the largest value
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.register_buffer("first", (self.rows + 1) * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
+        self.register_buffer("first", self.rows * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
         self.table = nn.Parameter(torch.stack([0.1 * torch.randn(self.rows, hidden, generator=g) for g in generators]))
         self.walls = StackedLinear(generators, cells, hidden) if config.max_wall_pieces else None
         self.mix = StackedLinear(generators, 3 * hidden, hidden, math.sqrt(2))
@@ -330,12 +337,12 @@ class BoardEncoder(nn.Module):
         """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
         config, nothing = self.config, self.table[:, -1:]
         row = self.lookup[self.kind, things[..., :1], things] + self.first[: len(things)]
-        table = F.pad(self.table, (0, 0, 0, 1), value=-1e9).flatten(0, 1)
+        table = self.table.flatten(0, 1)
 
         def look(row, mode):  # [M, B, some] -> [M, B, hidden]
             if row.shape[2] == 0:
                 return nothing.expand(-1, row.shape[1], -1)
-            if row.is_cuda and not torch.is_grad_enabled():  # the same in one kernel
+            if row.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
                 return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
             vectors = F.embedding(row, table)
             return vectors.sum(2) if mode == "sum" else vectors.amax(2)
@@ -399,13 +406,15 @@ class ActionModel(nn.Module):
     def __init__(self, config, generators, hidden, goal_size):
         super().__init__()
         self.encoder = BoardEncoder(config, generators, hidden)
-        self.mix = StackedLinear(generators, hidden + 1 + goal_size, hidden, math.sqrt(2))
+        self.padding = padding(hidden + 1 + goal_size)
+        self.mix = StackedLinear(generators, self.padding + hidden + 1 + goal_size, hidden, math.sqrt(2))
         self.out = StackedLinear(generators, hidden, hidden, math.sqrt(2))
         self.head = StackedLinear(generators, hidden, NUM_ACTIONS, 0.01)
 
     def forward(self, features, clock, goal, legal):
         """features of the encoder [M, n, hidden], clock [M, n], goal [M, n, _], legal bool [M, n, 7] -> [M, n, 7]"""
-        x = self.head(F.relu(self.out(F.relu(self.mix(torch.cat([features, clock[..., None], goal], 2))))))
+        nothing = features.new_zeros(()).expand(*clock.shape, self.padding)
+        x = self.head(F.relu(self.out(F.relu(self.mix(torch.cat([nothing, features, clock[..., None], goal], 2))))))
         return x.masked_fill(~legal, -1e9).log_softmax(2)
 
 
@@ -483,7 +492,8 @@ class WorldModel(nn.Module):
         # only where players differ in strength, who of the others does it.
         self.by_name = config.strengths is not None
         inputs = 9 * NUM_ACTIONS * (2 + self.by_name * (n - 1)) + 9 * 4
-        self.layers = nn.ModuleList([StackedLinear(generators, inputs, hidden, math.sqrt(2))])
+        self.padding = padding(inputs)
+        self.layers = nn.ModuleList([StackedLinear(generators, self.padding + inputs, hidden, math.sqrt(2))])
         self.layers.append(StackedLinear(generators, hidden, hidden, math.sqrt(2)))
         # One head for each action of the player's own: a bystander is not mistaken for one of the party that it stands among.
         self.outcome_head = StackedLinear(generators, hidden, NUM_ACTIONS * 6, 0.01)
@@ -513,7 +523,8 @@ class WorldModel(nn.Module):
         around = self.around[cell].flatten(2)  # [M, B, N * 9]
         patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
         others = painted[:, :, :, 1:]
-        parts = [painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
+        nothing = painted.new_zeros(()).expand(*cell.shape, self.padding)
+        parts = [nothing, painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
         x = torch.cat(parts, 3)  # [M, B, N, inputs]
         for layer in self.layers:
             x = F.relu(layer(x))
@@ -613,7 +624,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.register_buffer("one_hot", torch.eye(NUM_ACTIONS, dtype=precision), persistent=False)
         inputs = math.prod(config.observation_shape) + 1 + NUM_ACTIONS * config.num_players + goal_inputs
-        self.padding = -inputs % 8  # GPUs multiply matrices faster whose rows begin at multiples of 32 bytes
+        self.padding = padding(inputs)
         self.actor, self.critic = nn.ModuleList(), nn.ModuleList()
         for layers, outputs, gain in ((self.actor, NUM_ACTIONS, 0.01), (self.critic, 1, 1.0)):
             layers.append(StackedLinear(generators, inputs + self.padding, hidden, math.sqrt(2)))
@@ -750,6 +761,13 @@ def goal_noise(args: Args, shape, generator):
 def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, generator) -> Thought:
     """board [M, n, C, H, W], prey [M, n, P], clock [M, n], summary [M, n, K, hidden] of each co-player's past, told
     [M, n, K, D] (which player it is, for --subgoals oracle)"""
+    m, n, k = summary.shape[:3]
+    noise = goal_noise(args, (m, n * k), generator)
+    return fused(think_with, args, env.device)(args, env, models, board, prey, clock, summary, told, noise)
+
+
+def think_with(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, noise) -> Thought:
+    """The same, with noise [M, n*K, D] from outside: compiled functions do not draw random numbers"""
     things, walls, legal = all_views(env, board, prey)
     m, n, k = legal.shape[0], legal.shape[1], legal.shape[2] - 1
     things, walls = things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2)
@@ -759,8 +777,7 @@ def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summ
     else:
         state = models.inference.encoder(things, walls)
     posterior = believe(args, models, state, summary.flatten(1, 2).float())
-    goals, noise = goal_mean(args, posterior), goal_noise(args, (m, n * k), generator)
-    drawn = draw_goal(args.goal_kind, posterior, noise, args.temperature)
+    goals, drawn = goal_mean(args, posterior), draw_goal(args.goal_kind, posterior, noise, args.temperature)
     if args.subgoals == "oracle":
         goals = drawn = told.flatten(1, 2)
     others = models.moa(features, clock, drawn, able)
@@ -1231,7 +1248,7 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
     config, found = env.config, []
     board, time_now, first_hunt, last = start.board, start.time.int(), start.first_hunt.int(), start.last_joint.long()
     prey, summary, members = start.prey.long(), start.summary.float(), len(next(nets.world.parameters())) // len(start.done)
-    low, high = min(config.payoffs()), max(config.payoffs())
+    low, high, predict = min(config.payoffs()), max(config.payoffs()), fused(type(nets.world).predict, args, env.device)
     for step in range(horizon + 1):
         clock = time_now / config.final_time
         thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator)
@@ -1242,7 +1259,7 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
         alive = alive & (step < trusted)[:, None]
         own, others = sample(log_probs.exp(), generator), sample(thought.expected.exp(), generator)
         joint = torch.cat([own[..., None], others], 2)
-        p = nets.world.predict(board.repeat_interleave(members, 0), joint.repeat_interleave(members, 0), with_raw=False)
+        p = predict(nets.world, board.repeat_interleave(members, 0), joint.repeat_interleave(members, 0), with_raw=False)
         boards, reward = p.board.unflatten(0, (-1, members)), p.reward.unflatten(0, (-1, members))[:, 0]
         if members > 1:
             alive = alive & ~(boards != boards[:, :1]).flatten(3).any(3).any(1)
@@ -1300,7 +1317,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
     """PPO on samples [M, n, ...], which all learners read in the same random order; -> mean of every figure [M] over all
     minibatches"""
     parameters, totals = list(policy.parameters()), 0.0
-    loss_of = compiled(ppo_loss) if args.compile and generator.device.type == "cuda" else ppo_loss
+    loss_of = fused(ppo_loss, args, generator.device)
     samples = batch["inputs"], batch["legal"], torch.stack([batch[key].float() for key in NUMBERS], 2)
     for _ in range(args.update_epochs):
         order = torch.rand(samples[0].shape[1], generator=generator, device=generator.device).argsort()
@@ -1605,9 +1622,13 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
     return call
 
 
+def fused(function, args: Args, device):
+    """With --compile, on a GPU: the same function in fewer kernels"""
+    return compiled(function) if args.compile and device.type == "cuda" else function
+
+
 @functools.cache
 def compiled(function):
-    """The same function in fewer kernels"""
     return torch.compile(function, dynamic=False)
 
 
@@ -1712,7 +1733,7 @@ def spread(weights: dict[str, torch.Tensor], copies: int, members: int) -> dict[
 def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.vae_checkpoint is None:
         return False
-    saved = load_file(args.vae_checkpoint, "subgoals-1", "VAE checkpoint")
+    saved = load_file(args.vae_checkpoint, "subgoals-2", "VAE checkpoint")
     size = "goal_dim" if args.goal_kind == "continuous" else "num_goals"
     wanted = {name: getattr(args, name) for name in ("goal_kind", size, "hidden")}
     names = ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
@@ -1724,7 +1745,7 @@ def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[
 def load_world_model(args: Args, world: nn.Module | None, config: StagHuntConfig, seeds: list[int]) -> bool:
     if args.world_model_checkpoint is None or world is None:
         return False
-    saved = load_file(args.world_model_checkpoint, "world-model-2", "world-model checkpoint")
+    saved = load_file(args.world_model_checkpoint, "world-model-3", "world-model checkpoint")
     wanted = {name: getattr(args, name) for name in ("wm_head", "wm_hidden", "wm_ensemble")}
     names = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial")
     names += ("height", "width") if args.wm_head == "pixel" else ()
@@ -2121,10 +2142,10 @@ def main(args: Args) -> dict[str, float]:
     if args.adapt:
         return adapt(dataclasses.replace(resolved(args), seats=args.seats))
     if args.cross_play:
-        return cross_play(args, saved := load_file(args.cross_play, "hopplus-3", "checkpoint"), args_from(saved["args"]))
+        return cross_play(args, saved := load_file(args.cross_play, "hopplus-4", "checkpoint"), args_from(saved["args"]))
     checkpoint = None
     if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-3", "checkpoint")
+        checkpoint = load_file(args.resume, "hopplus-4", "checkpoint")
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -2181,7 +2202,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-3", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        content = {"format": "hopplus-4", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
         if RANK == 0:
             save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
         of_all_ranks(None)  # nobody goes on, or ends, before it is written
@@ -2284,7 +2305,7 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 
 def evaluate(args: Args) -> dict[str, float]:
     """Frozen learners play in --seats; a table of returns by seat."""
-    saved = load_file(args.evaluate, "hopplus-3", "checkpoint")
+    saved = load_file(args.evaluate, "hopplus-4", "checkpoint")
     source = args_from(saved["args"])
     device, games = resolve_device(args.device), min(args.eval_games, 256)
     set_precision(source)
@@ -2346,7 +2367,7 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
 def adapt(args: Args) -> dict[str, float]:
     """Trained learners meet the same co-players in game after game: frozen, and learning as they play. A table of the scores
     over the last quarter of the steps, beside a random player (0) and a best response (1)."""
-    saved = load_file(args.adapt, "hopplus-3", "checkpoint")
+    saved = load_file(args.adapt, "hopplus-4", "checkpoint")
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent

@@ -125,6 +125,11 @@ class Prediction(NamedTuple):
     reward: torch.Tensor  # [M, B]
 
 
+def padding(inputs: int) -> int:
+    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
+    return -inputs % 8
+
+
 class WorldModel(nn.Module):
     """Structured head. The rules are local, and so is the network: around each player it sees the 3x3 cells with everyone's
     action painted on them, and says where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell
@@ -155,7 +160,8 @@ class WorldModel(nn.Module):
         # only where players differ in strength, who of the others does it.
         self.by_name = config.strengths is not None
         inputs = 9 * NUM_ACTIONS * (2 + self.by_name * (n - 1)) + 9 * 4
-        self.layers = nn.ModuleList([StackedLinear(generators, inputs, hidden, math.sqrt(2))])
+        self.padding = padding(inputs)
+        self.layers = nn.ModuleList([StackedLinear(generators, self.padding + inputs, hidden, math.sqrt(2))])
         self.layers.append(StackedLinear(generators, hidden, hidden, math.sqrt(2)))
         # One head for each action of the player's own: a bystander is not mistaken for one of the party that it stands among.
         self.outcome_head = StackedLinear(generators, hidden, NUM_ACTIONS * 6, 0.01)
@@ -185,7 +191,8 @@ class WorldModel(nn.Module):
         around = self.around[cell].flatten(2)  # [M, B, N * 9]
         patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
         others = painted[:, :, :, 1:]
-        parts = [painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
+        nothing = painted.new_zeros(()).expand(*cell.shape, self.padding)
+        parts = [nothing, painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
         x = torch.cat(parts, 3)  # [M, B, N, inputs]
         for layer in self.layers:
             x = F.relu(layer(x))
@@ -728,7 +735,7 @@ def main(args: Args) -> dict[str, float]:
     checkpoint = None
     if args.resume or args.evaluate:
         path = args.resume or args.evaluate
-        checkpoint = load_file(path, "world-model-2", "world-model checkpoint")
+        checkpoint = load_file(path, "world-model-3", "world-model checkpoint")
         kept = {name: getattr(args, name) for name in ("resume", "evaluate", "evaluate_board", "device")}
         args = args_from(checkpoint["args"], **kept)
         config = args.config.checked()
@@ -797,7 +804,7 @@ def main(args: Args) -> dict[str, float]:
     def save(name="checkpoint.pt"):
         saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "evaluate_board")}
         content = {
-            "format": "world-model-2",
+            "format": "world-model-3",
             "args": saved_args,
             "model": model.state_dict(),
             "optimiser": optimiser.state_dict(),

@@ -313,6 +313,7 @@ class StagHuntEnv:
         # New games come from a ring of 2B that are dealt in advance, half of B anew at each step. Nobody starts on prey, so a
         # game lasts at least 2 steps (unless final_time is 1), at most 2B end within 4 steps, and no deal is played twice.
         self.deals_per_step = math.ceil(num_envs / min(2, config.final_time))
+        self._rows = math.gcd(num_envs, 1 << num_envs.bit_length() // 2)
         self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
         if compile:
             self._advance, self._refill = (torch.compile(f, dynamic=False) for f in (self._advance, self._refill))
@@ -493,7 +494,9 @@ class StagHuntEnv:
         self.episode_return.copy_(torch.where(ended, 0.0, total))
         self.final_return.copy_(torch.where(ended, total, self.final_return))
         self.final_length.copy_(torch.where(done, state.time, self.final_length))
-        counts = done.cumsum(0)
+        # How many games have ended up to each, in two short sums: as one long sum it would leave most of a GPU idle.
+        ends = done.view(-1, self._rows).long().cumsum(1)
+        counts = (ends + (ends[:, -1:].cumsum(0) - ends[:, -1:])).flatten()
         slot = self._wrap(self._head + counts - done.long())
         for name in self._carried:
             new, now, last, ring = (getattr(x, name) for x in (state, self.state, self.final_state, self._ring))

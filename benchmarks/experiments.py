@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import glob
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -36,11 +37,9 @@ BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
 MCTS = f"{SEEDS5} --total-steps 120000"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
-ADAPT, STRANGERS = (
-    "--adapt CHECKPOINT --no-adapt-references",
-    "--adapt CHECKPOINT --adapt-sets strangers --no-adapt-references",
-)
-BEST = "--adapt CHECKPOINT --total-steps 8000000"
+ADAPT = "--adapt CHECKPOINT --adapt-repetitions 40 --no-adapt-references"
+STRANGERS = f"{ADAPT} --adapt-sets strangers"
+BEST = "--adapt CHECKPOINT --adapt-repetitions 40 --total-steps 8000000"
 BEST_STRANGERS = f"{BEST} --adapt-sets strangers"
 CROSS = "--cross-play CHECKPOINT"
 
@@ -68,6 +67,10 @@ LONG_RUNS = {
     "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
     "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
     "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+}
+SEARCHES = {
+    "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(ADAPT,)),
+    "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py", then=(ADAPT,)),
 }
 SECTIONS = {  # number: title, runs, panels (kind, key)
     1: (
@@ -100,7 +103,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
     3: (
         "VAE: reconstruction or action loss?",
         {loss: Run(f"{SHORT} --method ppo-omg", then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
-        [("bars", "before/omg/probe_accuracy"), ("bars", "steps_to_2.8"), ("adaptation", "standard")],
+        [("bars", "before/probe_accuracy"), ("bars", "before/top1"), ("bars", "steps_to_2.8"), ("adaptation", "standard")],
     ),
     4: (
         "Can the world model be trusted?",
@@ -112,7 +115,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             ),
             "structured": Run(INSIDE, before=world("")),
         },
-        [("bars", "exact_match/1"), ("bars", "exact_match/8"), ("bars", "return"), ("curves", "return")],
+        [("bars", "before/exact_match/1"), ("bars", "before/exact_match/20"), ("bars", "return"), ("curves", "return")],
     ),
     5: (
         "Why did MOA collapse?",
@@ -126,12 +129,14 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
     6: (
         "Search",
         {
-            "pUCT, 16 x 2 (default)": Run(MCTS, "hopplus_mcts.py"),
+            "pUCT, 16 x 2 (default)": SEARCHES["HOP+ MCTS"],
             "Gumbel": Run(f"{MCTS} --root gumbel", "hopplus_mcts.py"),
             "one step": Run(f"{MCTS} --planner one-step", "hopplus_mcts.py"),
+            "no search": Run(f"{MCTS} --planner none", "hopplus_mcts.py"),
             "4 simulations": Run(f"{MCTS} --num-simulations 4", "hopplus_mcts.py"),
+            "32 simulations": Run(f"{MCTS} --num-simulations 32", "hopplus_mcts.py"),
             "HOP": Run(f"{MCTS} --method hop", "hopplus_mcts.py"),
-            "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py"),
+            "HOP, search prior 1": SEARCHES["HOP, search prior 1"],
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
     ),
@@ -139,6 +144,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         "Which module pays, and where?",
         {
             **LONG_RUNS,
+            **SEARCHES,
             "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
             "PPO, few steps": Run(f"{SEEDS5} --total-steps 400000 --method ppo --num-envs 128"),
             "HOP+, few steps": Run(f"{SEEDS5} --total-steps 100000 {FEW}"),
@@ -150,7 +156,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "PPO, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 --method ppo"),
             "HOP+, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 {HALF}"),
             "PPO, 8x8": Run(f"{BOARD8} --total-steps 19660800 --method ppo", then=(BEST,)),
-            "HOP+, 8x8": Run(f"{BOARD8} --total-steps 9830400 {HALF} --subgoal-updates 2", then=(ADAPT,)),
+            "HOP+, 8x8": Run(f"{BOARD8} --total-steps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT,)),
         },
         [("bars", "steps_to_2.8"), ("bars", "return"), ("adaptation", "standard"), ("cross-play", "")],
     ),
@@ -288,15 +294,27 @@ def figures_of(row: dict) -> dict[str, float]:
     return found
 
 
+def figures_before(folder: Path) -> list[dict[str, float]]:
+    """What the pretraining of each seed found in held-out games"""
+    subgoals = [list(csv.DictReader(p.open())) for p in sorted(folder.glob("before/*/evaluation/final.csv"))]
+    found = [{row["metric"]: float(row["with history"]) for row in table} for table in subgoals]
+    for path in folder.glob("before/*/evaluation.csv"):  # of the world model: all seeds in one
+        table = list(csv.DictReader(path.open()))
+        seeds = [name for name in table[0] if name.startswith("seed_")]
+        found = [{row["metric"]: float(row[seed]) for row in table} for seed in seeds]
+    return [{k: figures[k] for k in ("probe_accuracy", "top1", "nll", "exact_match/1", "exact_match/20", "reward_mse")
+             if k in figures} for figures in found]  # fmt: skip
+
+
 def collect(args: Args, number: int) -> None:
     """docs/data/NUMBER*.csv from the folders of the runs"""
     _, runs, _ = SECTIONS[number]
     summaries, curves, met, crossed = [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
-        if not (folder / "finished").exists():
+        if not (folder / "seconds").exists():  # not trained to the end
             continue
-        before = [read_lines(Path(p))[-1] for p in sorted(glob.glob(f"{folder}/before/*/metrics.jsonl"))]
+        before = figures_before(folder)
         paths = sorted(glob.glob(f"{folder}/*/metrics.jsonl"))
         for seed, path in enumerate(paths):
             lines = read_lines(Path(path))
@@ -305,7 +323,6 @@ def collect(args: Args, number: int) -> None:
             found = [figures_of(line) for line in lines]
             last = found[-max(1, len(found) // 5) :]
             row = {"run": label, "seed": seed, "flags": f"{run.script} {run.flags}", "steps": lines[-1]["steps"]}
-            row |= {"seconds": lines[-1]["time/training"], "ready": lines[-1]["time/ready"]}
             row |= {key: np.mean([f[key] for f in last if key in f]) for key in last[-1]}
             fifths = [np.mean([f.get("return", 0.0) for f in part]) for part in np.array_split(found, min(5, len(found)))]
             row["fall"] = max(fifths) - fifths[-1]
@@ -313,9 +330,8 @@ def collect(args: Args, number: int) -> None:
                 hit = next((k for k, f in enumerate(found) if f.get("return", 0) >= goal), None)
                 row[f"steps_to_{goal}"] = "" if hit is None else lines[hit]["steps"]
                 row[f"seconds_to_{goal}"] = "" if hit is None else lines[hit]["time/training"]
-            if before:
-                numbers = {k: v for k, v in before[seed % len(before)].items() if isinstance(v, int | float)}
-                row |= {f"before/{key}": value for key, value in numbers.items() if "/by_step" not in key}
+            row |= {f"before/{key}": value for key, value in (before[seed].items() if before else ())}
+            row |= {key: value for key, value in lines[-1].items() if key.startswith("time/")}
             summaries.append(row)
             for k in sorted(set(np.linspace(0, len(found) - 1, 40).astype(int))):
                 kept = {
@@ -415,24 +431,21 @@ def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarr
     return table.mean(0), float((shuffled >= table.mean(0).var() - 1e-12).mean())
 
 
-def normalised(rows: list[dict], sets: str) -> dict[str, dict[str, float]]:
+def normalised(rows: list[dict], references: list[dict], sets: str) -> dict[str, dict[str, float]]:
     """run and mode -> co-players -> score; random 0, best response 1 (those of the run that measured them on this board)"""
-    rows, found = [row for row in rows if row["sets"] == sets], {}
-    for row in rows:
-        board = "8x8" if "8x8" in row["run"] else "4x4"
-        best = next((r for r in rows if r.get("best response mean") and r["co_players"] == row["co_players"]
-                     and ("8x8" in r["run"]) == (board == "8x8")), None)  # fmt: skip
-        for mode in ("frozen", "learning"):
-            if best and row.get(f"{mode} mean"):
-                low, high = float(best["random mean"]), float(best["best response mean"])
-                found.setdefault(f"{row['run']}, {mode}", {})[row["co_players"]] = (float(row[f"{mode} mean"]) - low) / (
-                    high - low
-                )
+    found = {}
+    best = {(r["co_players"], "8x8" in r["run"]): (float(r["random mean"]), float(r["best response mean"]))
+            for r in references if r.get("best response mean")}  # fmt: skip
+    for row in (row for row in rows if row["sets"] == sets):
+        low, high = best.get((row["co_players"], "8x8" in row["run"]), (math.nan, math.nan))
+        for mode in ("frozen", "search", "learning"):
+            if row.get(f"{mode} mean"):
+                score = (float(row[f"{mode} mean"]) - low) / (high - low)
+                found.setdefault(f"{row['run']}, {mode}", {})[row["co_players"]] = score
     return found
 
 
-def adaptation(axis, rows: list[dict], sets: str) -> None:
-    found = normalised(rows, sets)
+def adaptation(axis, found: dict[str, dict[str, float]], _: str) -> None:
     players = list(dict.fromkeys(p for row in found.values() for p in row))
     table = np.array([[row.get(p, np.nan) for p in players] for row in found.values()])
     if not table.size:
@@ -447,15 +460,18 @@ def adaptation(axis, rows: list[dict], sets: str) -> None:
 
 
 def cross_play(axis, rows: list[dict], _: str) -> None:
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    for y, run in enumerate(runs):
-        own = [row for row in rows if row["run"] == run]
-        for name, colour, pick in (("own team", "C0", True), ("another seed's team", "C3", False)):
-            values = [float(row["return"]) for row in own if (row["focal"] == row["others"]) == pick]
-            axis.plot(values, [y + 0.15 * pick] * len(values), ".", color=colour, alpha=0.6, label=name if y == 0 else None)
-    axis.set(yticks=range(len(runs)), title="cross-play: the focal learner's return")
-    axis.set_yticklabels(runs, fontsize=7)
-    axis.legend(fontsize=6)
+    runs, size = list(dict.fromkeys(row["run"] for row in rows)), 1 + max(int(row["focal"]) for row in rows)
+    table = np.full((size, len(runs) * (size + 1) - 1), np.nan)  # a matrix for each run, side by side
+    for row in rows:
+        table[int(row["focal"]), runs.index(row["run"]) * (size + 1) + int(row["others"])] = float(row["return"])
+    axis.imshow(table, cmap="viridis", aspect="auto")
+    for (y, x), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=5, color="white")
+    axis.set(ylabel="learner of seed", title="cross-play: its return in the team of seed (below), by run", yticks=range(size))
+    axis.set_xticks([k * (size + 1) + i for k in range(len(runs)) for i in range(size)], list(range(size)) * len(runs))
+    for k, run in enumerate(runs):
+        axis.text(k * (size + 1) + (size - 1) / 2, -0.7, run, ha="center", fontsize=7)
 
 
 def draw(args: Args, number: int) -> None:
@@ -473,8 +489,10 @@ def draw(args: Args, number: int) -> None:
     draws = {"bars": bars, "seats": seats, "curves": curves, "adaptation": adaptation, "cross-play": cross_play}
     panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 1.6 + 0.3 * len(runs)), squeeze=False)
+    met, references = read(args, number, "_adaptation"), [row for k in (7, 8) for row in read(args, k, "_adaptation")]
+    scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
     for axis, (kind, key) in zip(axes[0], panels, strict=True):
-        draws[kind](axis, read(args, number, sources[kind]), key)
+        draws[kind](axis, scores[key] if kind == "adaptation" else read(args, number, sources[kind]), key)
     figure.suptitle(f"{number}. {title}", fontsize=10)
     figure.tight_layout()
     path = Path(args.docs) / "results" / f"section_{number}.png"
@@ -496,10 +514,9 @@ def draw(args: Args, number: int) -> None:
         for run in dict.fromkeys(row["run"] for row in rows):
             means, p = seat_test(rows, run)
             print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
-    for sets in ("standard", "strangers"):
-        found = normalised(read(args, number, "_adaptation"), sets)
-        for run, scores in found.items():
-            print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in scores.items()))
+    for found in scores.values():
+        for run, row in found.items():
+            print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in row.items()))
 
 
 def main(args: Args) -> None:
@@ -522,7 +539,8 @@ def main(args: Args) -> None:
         runs = [run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only]
         begun = time.time()
         with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-            jobs = {pool.submit(make, args, run): run for run in dict.fromkeys(runs)}
+            longest_first = sorted(dict.fromkeys(runs), key=lambda run: -len(run.then))
+            jobs = {pool.submit(make, args, run): run for run in longest_first}
             for count, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 state = "FAILED, see its logs" if job.exception() else "done"
                 print(

@@ -1428,18 +1428,18 @@ REFUSED = [  # flags ("{...}" stands for a file), what the error must name
     ({"method": "ppo-omg", "world_model_checkpoint": "{world}"}, ["--world-model-checkpoint", "--imagination"]),
     *(({flag: "{missing}"}, ["there is no", "missing"]) for flag in ("resume", "evaluate", "adapt")),
     *(({flag: "{cut checkpoint}"}, ["cut short", "bytes"]) for flag in ("resume", "evaluate", "adapt")),
-    *(({flag: "{vae}"}, ["subgoals-1", "hopplus-3"]) for flag in ("resume", "evaluate", "adapt")),
+    *(({flag: "{vae}"}, ["subgoals-2", "hopplus-4"]) for flag in ("resume", "evaluate", "adapt")),
     ({"resume": "{text}"}, ["readable"]),
     ({"resume": "{abacus}"}, ["abacus", "cpu"]),
     ({"adapt": "{checkpoint}", "seats": "learner,mixed,random"}, ["--adapt", "one learner"]),
     ({"vae_checkpoint": "{missing}"}, ["VAE checkpoint", "missing"]),
     ({"vae_checkpoint": "{cut vae}"}, ["cut short"]),
-    ({"vae_checkpoint": "{world}"}, ["world-model-2", "subgoals-1"]),
+    ({"vae_checkpoint": "{world}"}, ["world-model-3", "subgoals-2"]),
     ({"vae_checkpoint": "{vae}", "config": OTHER_BOARD}, ["height 3", "4", "num_hares 3", "2"]),
     ({"vae_checkpoint": "{vae}", "hidden": 9}, ["hidden 8", "9"]),
     ({"world_model_checkpoint": "{missing}"}, ["world-model checkpoint", "missing"]),
     ({"world_model_checkpoint": "{cut world}"}, ["cut short"]),
-    ({"world_model_checkpoint": "{checkpoint}"}, ["hopplus-3", "world-model-2"]),
+    ({"world_model_checkpoint": "{checkpoint}"}, ["hopplus-4", "world-model-3"]),
     ({"world_model_checkpoint": "{world}", **MORE}, ["wm_head structured", "pixel", "wm_ensemble 2", "1"]),
 ]
 
@@ -1478,11 +1478,12 @@ def test_captured_iterations_equal_eager_ones(method, tmp_path, no_pictures):
 
 
 @pytest.mark.cuda
-def test_compiled_iterations_are_close_to_eager_ones(tmp_path, no_pictures):
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+def test_compiled_iterations_are_close_to_eager_ones(method, tmp_path, no_pictures):
     """The same games and, after one iteration of 4 minibatches, the same figures up to rounding"""
     found = []
     for fused in (False, True):
-        flags = {"device": "cuda", "compile": fused, "precision": "fp32", "method": "ppo", "total_steps": 32}
+        flags = {"device": "cuda", "compile": fused, "precision": "fp32", "method": method, "total_steps": 32}
         found.append(run(tmp_path / str(fused), **flags))
     for key in ("losses/policy", "losses/value", "losses/entropy", "losses/approx_kl", "losses/grad_norm"):
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-3, abs=1e-5), key

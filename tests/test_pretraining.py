@@ -270,7 +270,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{cut checkpoint}"}, ["cut short"]),
     ("both", {"resume": "{text}"}, ["readable"]),
     ("both", {"resume": "{data}"}, ["stag-hunt-games-1"]),
-    ("both", {"resume": "{other checkpoint}"}, ["world-model-2", "subgoals-1"]),
+    ("both", {"resume": "{other checkpoint}"}, ["world-model-3", "subgoals-2"]),
     ("both", {"players": ("random", "nearest_wolf")}, ["nearest_wolf"]),
     ("both", {"players": ()}, ["--players"]),
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),
