@@ -146,6 +146,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             **LONG_RUNS,
             **SEARCHES,
             "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
+            "HOP+, policy without subgoals": Run(f"{LONG} {HALF} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(f"{SEEDS5} --total-steps 400000 --method ppo --num-envs 128"),
             "HOP+, few steps": Run(f"{SEEDS5} --total-steps 100000 {FEW}"),
             "few, discrete goals": Run(f"{SEEDS5} --total-steps 100000 {FEW} --goal-kind discrete"),
