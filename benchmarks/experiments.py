@@ -26,11 +26,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stag_hunt_env import command_line
+from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line
 
 ROOT = Path(__file__).resolve().parent.parent
+RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, LONG = f"{SEEDS5} --total-steps 300000", "--num-seeds 5 --log-every 10 --total-steps 5000000 --num-envs 1024"
+BRIEF = f"{SEEDS5} --total-steps 150000"
 OLD = "--critic-data mixed --no-imagined-reward-clip --no-trust"
 BADLY = "--imagination-horizon 32 --returns mc --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
@@ -83,8 +85,8 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch="zero_subgoals"),
             "pixel, trusted, actor only": Run(f"{SHORT} --wm-head pixel"),
             "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}"),
-            "structured, badly": Run(f"{SHORT} {OLD} {BADLY}"),
-            "pixel, badly": Run(f"{SHORT} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
+            "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}"),
+            "pixel, badly": Run(f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
         },
         [("bars", "value_real"), ("bars", "return"), ("curves", "value_real")],
     ),
@@ -94,8 +96,8 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "PPO": Run(f"{SEEDS8} --method ppo --total-steps 600000"),
             "PPO, shared": Run(f"{SEEDS8} --method ppo --total-steps 600000 --share-parameters"),
             "PPO, seats permuted": Run(f"{SEEDS8} --method ppo --total-steps 600000 --permute-ids"),
-            "HOP+": Run(f"{SEEDS8} --total-steps 300000"),
-            "HOP+, shared": Run(f"{SEEDS8} --total-steps 300000 --share-parameters"),
+            "HOP+": Run(f"{SEEDS8} --total-steps 200000"),
+            "HOP+, shared": Run(f"{SEEDS8} --total-steps 200000 --share-parameters"),
             "PPO, all learn from player 1": Run(f"{SEEDS8} --method ppo --total-steps 600000", patch="one_player"),
         },
         [("seats", ""), ("bars", "return")],
@@ -123,8 +125,10 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "present (default)": DEFAULT,
             "rewarded": Run(f"{SHORT} --moa-data rewarded"),
             "all": Run(f"{SHORT} --moa-data all"),
+            "present, MOA unmasked": Run(BRIEF, patch="unmasked"),
+            "all, MOA unmasked": Run(f"{BRIEF} --moa-data all", patch="unmasked"),
         },
-        [("bars", "moa_top1"), ("bars", "lowest_recall"), ("curves", "lowest_recall")],
+        [("bars", "moa_top1"), ("bars", "moa_gap"), ("recalls", "")],
     ),
     6: (
         "Search",
@@ -159,12 +163,12 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "PPO, 8x8": Run(f"{BOARD8} --total-steps 19660800 --method ppo", then=(BEST,)),
             "HOP+, 8x8": Run(f"{BOARD8} --total-steps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT,)),
         },
-        [("bars", "steps_to_2.8"), ("bars", "return"), ("adaptation", "standard"), ("cross-play", "")],
+        [("bars", "steps_to_2.8"), ("bars", "return"), ("adaptation", "standard"), ("meeting", "3 NH"), ("cross-play", "")],
     ),
     8: (
         "How well does a learner adapt to players nobody trained with?",
         LONG_RUNS,
-        [("adaptation", "strangers")],
+        [("adaptation", "strangers"), ("meeting", "3 waiting"), ("meeting", "3 noisy NH")],
     ),
 }
 
@@ -190,7 +194,8 @@ class Args:
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
     patched: str | None = None
-    """only run hopplus_ppo.py with one of the old mistakes in it, and the flags after --: one_player, zero_subgoals"""
+    """only run hopplus_ppo.py with one of the old mistakes in it, and the flags after --: one_player, zero_subgoals,
+    unmasked"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +232,13 @@ def zero_subgoals(hop) -> None:
     hop.imagine = imagine_blind
 
 
-PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals}
+def unmasked(hop) -> None:
+    """MOA may foretell what is not legal."""
+    forward = hop.ActionModel.forward
+    hop.ActionModel.forward = lambda self, *given: forward(self, *given[:-1], torch.ones_like(given[-1]))
+
+
+PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals, "unmasked": unmasked}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,8 +301,7 @@ def figures_of(row: dict) -> dict[str, float]:
     found = {name: row[key] for name, key in names.items() if row.get(key) is not None}
     if "moa/nll" in row:
         found["moa_gap"] = row["moa/nll"] - row["moa/ceiling/nll"]
-        recalls = [row[f"moa/recall/{a}"] for a in range(7) if row[f"moa/recall/{a}"] is not None]
-        found["lowest_recall"] = min(recalls) if recalls else float("nan")
+        found |= {key: row[f"moa/{key}"] for key in RECALLS if row[f"moa/{key}"] is not None}
     return found
 
 
@@ -309,13 +319,14 @@ def figures_before(folder: Path) -> list[dict[str, float]]:
 
 def collect(args: Args, number: int) -> None:
     """docs/data/NUMBER*.csv from the folders of the runs"""
-    _, runs, _ = SECTIONS[number]
-    summaries, curves, met, crossed = [], [], [], []
+    _, runs, panels = SECTIONS[number]
+    followed = ["return", "value_real", *(RECALLS if ("recalls", "") in panels else ())]
+    summaries, curves, met, meeting, crossed = [], [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
         if not (folder / "seconds").exists():  # not trained to the end
             continue
-        before = figures_before(folder)
+        before, device = figures_before(folder), "cuda" if " on cuda" in (folder / "train.log").read_text() else "cpu"
         paths = sorted(glob.glob(f"{folder}/*/metrics.jsonl"))
         for seed, path in enumerate(paths):
             lines = read_lines(Path(path))
@@ -323,7 +334,8 @@ def collect(args: Args, number: int) -> None:
                 continue
             found = [figures_of(line) for line in lines]
             last = found[-max(1, len(found) // 5) :]
-            row = {"run": label, "seed": seed, "flags": f"{run.script} {run.flags}", "steps": lines[-1]["steps"]}
+            row = {"run": label, "seed": seed, "device": device, "flags": f"{run.script} {run.flags}"}
+            row["steps"] = lines[-1]["steps"]
             row |= {key: np.mean([f[key] for f in last if key in f]) for key in last[-1]}
             fifths = [np.mean([f.get("return", 0.0) for f in part]) for part in np.array_split(found, min(5, len(found)))]
             row["fall"] = max(fifths) - fifths[-1]
@@ -335,22 +347,26 @@ def collect(args: Args, number: int) -> None:
             row |= {key: value for key, value in lines[-1].items() if key.startswith("time/")}
             summaries.append(row)
             for k in sorted(set(np.linspace(0, len(found) - 1, 40).astype(int))):
-                kept = {
-                    key: found[k].get(key, "")
-                    for key in ("return", "value_real", "lowest_recall", "moa_top1", "exact_match/8")
-                }
+                kept = {key: found[k].get(key, "") for key in followed}
                 curves.append({"run": label, "seed": seed, "steps": lines[k]["steps"], **kept})
         for k, then in enumerate(run.then):
             sets = "strangers" if "strangers" in then else "standard"
             for path in folder.glob(f"then_{k}_adaptation*.csv"):
                 table = list(csv.DictReader(path.open()))
-                if "curve" not in path.name:
-                    met += [{"run": label, "sets": sets, **row} for row in table]
+                rows = [{"run": label, "sets": sets, **row} for row in table]
+                if "curve" in path.name:
+                    meeting += [row | {"return": float(row["return"])} for row in rows]
+                else:
+                    met += rows
             for path in folder.glob(f"then_{k}_cross_play.csv"):
                 for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
                     found = enumerate(row[1:]) if focal >= 0 else ()
                     crossed += [{"run": label, "focal": focal, "others": k, "return": value} for k, value in found]
-    for name, rows in (("", summaries), ("_curves", curves), ("_adaptation", met), ("_cross_play", crossed)):
+    tables = {"": summaries, "_curves": curves, "_adaptation": met, "_adaptation_curves": meeting, "_cross_play": crossed}
+    fresh = {row["run"] for row in summaries}
+    for name, rows in tables.items():
+        rows = rows + [row for row in read(args, number, name) if row["run"] not in fresh]  # what ran elsewhere stays
+        rows = sorted((row for row in rows if row["run"] in runs), key=lambda row: list(runs).index(row["run"]))
         if rows:
             write(Path(args.docs) / "data" / f"section_{number}{name}.csv", rows)
 
@@ -396,7 +412,7 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.barh(y, mean, color="#6b8cae")
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
-    axis.set(yticks=range(len(found)), title=key)
+    axis.set(yticks=range(len(found)), title=key, xscale="log" if key.startswith("steps_to") else "linear")
     axis.set_yticklabels(found, fontsize=7)
     axis.invert_yaxis()
 
@@ -408,6 +424,31 @@ def curves(axis, rows: list[dict], key: str) -> None:
         means = [np.mean([float(row[key]) for row in own if int(row["steps"]) == s]) for s in steps]
         axis.plot(steps, means, label=run, color=f"C{number % 10}", ls="-" if number < 10 else "--")
     axis.set(xlabel="env steps", title=key)
+    axis.legend(fontsize=6)
+
+
+def recalls(axis, rows: list[dict], _: str) -> None:
+    """recall of each action over training, a row for each run and action"""
+    runs, parts = list(dict.fromkeys(row["run"] for row in rows)), []
+    for run in runs:
+        for key in RECALLS:
+            own = [(int(row["steps"]), float(row[key])) for row in rows if row["run"] == run and row.get(key)]
+            bins = np.array_split(sorted({int(row["steps"]) for row in rows if row["run"] == run}), 12)
+            parts.append([np.mean([v for s, v in own if s in b] or np.nan) for b in map(set, bins)])
+    axis.imshow(parts, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    axis.set(title="recall by action, over training", xticks=[])
+    names = [f"{run if a == 0 else ''}  {name}" for run in runs for a, name in enumerate(ACTION_NAMES)]
+    axis.set_yticks(range(len(parts)), names, fontsize=6)
+
+
+def meeting(axis, rows: list[dict], players: str) -> None:
+    """return while it meets the same co-players"""
+    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+        own = [row for row in rows if row["run"] == run and row["co_players"] == players and row["learner"] == "learning"]
+        axis.plot(
+            [int(row["steps"]) for row in own], [float(row["return"]) for row in own], label=run, color=f"C{number % 10}"
+        )
+    axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
     axis.legend(fontsize=6)
 
 
@@ -465,14 +506,14 @@ def cross_play(axis, rows: list[dict], _: str) -> None:
     table = np.full((size, len(runs) * (size + 1) - 1), np.nan)  # a matrix for each run, side by side
     for row in rows:
         table[int(row["focal"]), runs.index(row["run"]) * (size + 1) + int(row["others"])] = float(row["return"])
-    axis.imshow(table, cmap="viridis", aspect="auto")
+    axis.imshow(table, cmap="RdYlGn", vmin=2, vmax=3.2, aspect="auto")
     for (y, x), value in np.ndenumerate(table):
         if not np.isnan(value):
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=5, color="white")
-    axis.set(ylabel="learner of seed", title="cross-play: its return in the team of seed (below), by run", yticks=range(size))
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=5, rotation=90)
+    axis.set(ylabel="a learner of seed", xlabel="its return in the team of seed", yticks=range(size))
     axis.set_xticks([k * (size + 1) + i for k in range(len(runs)) for i in range(size)], list(range(size)) * len(runs))
     for k, run in enumerate(runs):
-        axis.text(k * (size + 1) + (size - 1) / 2, -0.7, run, ha="center", fontsize=7)
+        axis.text(k * (size + 1) + (size - 1) / 2, -0.6, run, ha="center", fontsize=8)
 
 
 def draw(args: Args, number: int) -> None:
@@ -486,13 +527,20 @@ def draw(args: Args, number: int) -> None:
     if not rows:
         print(f"section {number}: no data yet")
         return
-    sources = {"bars": "", "seats": "", "curves": "_curves", "adaptation": "_adaptation", "cross-play": "_cross_play"}
-    draws = {"bars": bars, "seats": seats, "curves": curves, "adaptation": adaptation, "cross-play": cross_play}
+    sources = {"bars": "", "seats": "", "curves": "_curves", "recalls": "_curves", "adaptation": "_adaptation"}
+    sources |= {"meeting": "_adaptation_curves", "cross-play": "_cross_play"}
+    draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
+    draws |= {"meeting": meeting, "cross-play": cross_play}
     panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 1.6 + 0.3 * len(runs)), squeeze=False)
     met, references = read(args, number, "_adaptation"), [row for k in (7, 8) for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
-    for axis, (kind, key) in zip(axes[0], panels, strict=True):
+    lines = max(len(runs), 5 * len(runs) * (("recalls", "") in panels), *(len(found) for found in scores.values()))
+    columns, height = min(3, len(panels)), max(3.2, 1.6 + 0.2 * lines)
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, squeeze=False)
+    figure.set_size_inches(5 * columns, height * len(axes))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (kind, key) in zip(axes.flat, panels, strict=False):
         draws[kind](axis, scores[key] if kind == "adaptation" else read(args, number, sources[kind]), key)
     figure.suptitle(f"{number}. {title}", fontsize=10)
     figure.tight_layout()

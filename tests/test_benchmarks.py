@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,6 +85,11 @@ def test_the_old_mistakes_are_what_they_say(monkeypatch):
     assert (parts_of(x, hopplus_ppo.imagine(*given)["inputs"])["goals"] == 0).all()
     _, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 2)
     assert (c.goals != 0).any(), "real games still read subgoals"
+    monkeypatch.setattr(hopplus_ppo.ActionModel, "forward", hopplus_ppo.ActionModel.forward)
+    assert (c.expected == 0).any(), "MOA never expects what is not legal"
+    experiments.unmasked(hopplus_ppo)
+    _, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 2)
+    assert (c.expected > 0).all()
 
 
 def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
@@ -99,7 +105,8 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
                     seats = {f"charts/episodic_return/player_{i}": value + i for i in range(4)}
                     line = {"steps": 100 * (k + 1), "time/training": k, "time/ready": 9, "charts/episodic_return": value}
                     file.write(json.dumps(line | seats) + "\n")
-        (folder / "finished").touch()
+        (folder / "seconds").touch()
+        (folder / "train.log").write_text("4x4_4h1s, ppo, 32 learner(s), 256 games per seed, on cpu")
     experiments.collect(args, 2)
     rows = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert [(row["run"], row["seed"]) for row in rows[:4]] == [("PPO", "0"), ("PPO", "1"), ("PPO", "2"), ("PPO, shared", "0")]
@@ -107,6 +114,10 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     assert float(rows[1]["return"]) == pytest.approx(2.6) and float(rows[1]["fall"]) == pytest.approx(0.3)
     assert float(rows[1]["player_3"]) == pytest.approx(5.6)
     assert len(list(csv.DictReader((tmp_path / "docs/data/section_2_curves.csv").open()))) == 2 * 3 * 5
+    shutil.rmtree(experiments.folder_of(args, experiments.SECTIONS[2][1]["PPO"]))
+    experiments.collect(args, 2)
+    kept = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
+    assert kept == rows, "a run made elsewhere keeps its rows"
     args.draw = True
     experiments.main(args)
     picture = tmp_path / "docs/results/section_2.png"
@@ -114,6 +125,27 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     picture.unlink()
     experiments.main(args)
     assert picture.exists(), "drawn again from the tables alone"
+
+
+def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
+    for seed in (1, 2):
+        there = tmp_path / f"vae/before/x__{seed}/evaluation"
+        there.mkdir(parents=True)
+        (there / "final.csv").write_text(f"metric,state only,with history\ntop1,0,0.{seed}\nprobe_accuracy,0,0.6\nece,0,1\n")
+    assert experiments.figures_before(tmp_path / "vae") == [{"probe_accuracy": 0.6, "top1": x} for x in (0.1, 0.2)]
+    there = tmp_path / "world/before/x"
+    there.mkdir(parents=True)
+    (there / "evaluation.csv").write_text("metric,mean,half_width_95,seed_4,seed_5\nexact_match/20,9,9,0.25,0.5\n")
+    assert experiments.figures_before(tmp_path / "world") == [{"exact_match/20": x} for x in (0.25, 0.5)]
+    assert experiments.figures_before(tmp_path / "none") == []
+
+
+def test_every_published_table_draws_its_figure(tmp_path, capsys):
+    shutil.copytree(Path(experiments.ROOT) / "docs/data", tmp_path / "data")
+    experiments.main(experiments.Args(docs=str(tmp_path), draw=True))
+    said = capsys.readouterr().out
+    assert "no data yet" not in said and "| HOP+, few steps | 5 |" in said
+    assert len(list((tmp_path / "results").glob("section_*.png"))) == len(experiments.SECTIONS)
 
 
 def test_bootstrap():
@@ -141,8 +173,9 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
     }
     other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
     large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
-    found = experiments.normalised([best, other, large], "standard")
-    assert found == {"PPO, frozen": {"3 NH": 0.5}, "HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
+    found = experiments.normalised([other, large], [best, other], "standard")
+    assert np.isnan(found.pop("HOP+, 8x8, learning")["3 NH"]), "this board has no references"
+    assert found == {"HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
 
 
 def test_sections_and_runs_that_do_not_exist(capsys):
