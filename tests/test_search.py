@@ -1062,7 +1062,7 @@ def test_learners_play_what_they_searched(changes):
 
 
 def test_what_searches_report_counts_only_learners_on_the_board(monkeypatch):
-    x, rollout, seen = outspoken(experiment(num_envs=8)), hop.rollout, []
+    x, rollout, seen = outspoken(experiment(num_envs=16)), hop.rollout, []
     monkeypatch.setattr(hop, "rollout", lambda *given, **more: (seen.append(rollout(*given, **more)), seen[-1])[1])
     hop.iterate(x, True, True)
     (w, c, _), figures = seen[0], hop.read_totals(x)
