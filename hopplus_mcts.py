@@ -1265,7 +1265,7 @@ class Choices(NamedTuple):
     log_probs: torch.Tensor  # [..., 7] what they played by: the search's improved policy, or their own
     value: torch.Tensor  # [M, T + 1, E]
     found: torch.Tensor  # [..., 3] see Plan
-    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions (on a CPU without search: every 8th step)
+    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions (on a CPU, without search: every 8th)
     truth: torch.Tensor  # [..., K, 7] their own
     bayes: torch.Tensor  # [..., K, 7] the best guess from their past (learners: their own)
 
