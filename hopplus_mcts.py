@@ -343,7 +343,8 @@ class StackedLinear(nn.Module):
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
             rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
             weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-        return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
 def padding(inputs: int) -> int:
@@ -383,9 +384,12 @@ class BoardEncoder(nn.Module):
         def look(row, mode):  # [M, B, some] -> [M, B, hidden]
             if row.shape[2] == 0:
                 return nothing.expand(-1, row.shape[1], -1)
-            if row.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
+            fast = row.is_cuda or mode == "sum"
+            if fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
                 return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
             vectors = F.embedding(row, table)
+            if row.shape[2] == 1:
+                return vectors.squeeze(2)
             return vectors.sum(2) if mode == "sum" else vectors.amax(2)
 
         players, stags, hares = row.split([config.num_players, config.num_stags, config.num_hares], 2)
@@ -419,6 +423,7 @@ class SubgoalInference(nn.Module):
     def __init__(self, config, generators, hidden, goal_size, parameters):
         super().__init__()
         self.encoder = BoardEncoder(config, generators, hidden)
+        self.register_buffer("one_hot", torch.eye(NUM_ACTIONS), persistent=False)
         self.event = nn.ModuleList()
         self.event.append(StackedLinear(generators, hidden + NUM_ACTIONS * config.num_players, hidden, math.sqrt(2)))
         self.event.append(StackedLinear(generators, hidden, hidden))
@@ -430,7 +435,7 @@ class SubgoalInference(nn.Module):
 
     def evidence(self, state, joint):
         """features of the encoder [M, n, hidden], joint action [M, n, N] -> what the step adds to the summary"""
-        acts = F.one_hot(joint, NUM_ACTIONS).flatten(2).float()
+        acts = F.embedding(joint, self.one_hot).flatten(2)
         return self.event[1](F.relu(self.event[0](torch.cat([state, acts], 2))))
 
     def forward(self, state, summary):
@@ -799,32 +804,35 @@ def goal_noise(args: Args, shape, generator):
     return -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6)))
 
 
-def think(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, generator) -> Thought:
+def think(args: Args, env, models: Models, board, prey, clock, summary, told, generator, expect: bool = True) -> Thought:
     """board [M, n, C, H, W], prey [M, n, P], clock [M, n], summary [M, n, K, hidden] of each co-player's past, told
-    [M, n, K, D] (which player it is, for --subgoals oracle)"""
+    [M, n, K, D] (which player it is, for --subgoals oracle). Without `expect` MOA is not asked."""
     m, n, k = summary.shape[:3]
-    noise = goal_noise(args, (m, n * k), generator)
+    noise = goal_noise(args, (m, n * k), generator) if expect else None
     return fused(think_with, args, env.device)(args, env, models, board, prey, clock, summary, told, noise)
 
 
 def think_with(args: Args, env: StagHuntEnv, models: Models, board, prey, clock, summary, told, noise) -> Thought:
-    """The same, with noise [M, n*K, D] from outside: compiled functions do not draw random numbers"""
+    """The same, with noise [M, n*K, D] or None from outside: compiled functions do not draw random numbers"""
     things, walls, legal = all_views(env, board, prey)
     m, n, k = legal.shape[0], legal.shape[1], legal.shape[2] - 1
     things, walls = things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2)
-    features, clock, able = models.moa.encoder(things, walls), clock.repeat_interleave(k, 1), legal[:, :, 1:].flatten(1, 2)
+    clock, able = clock.repeat_interleave(k, 1), legal[:, :, 1:].flatten(1, 2)
+    if noise is not None or args.subgoals == "bayes":
+        features = models.moa.encoder(things, walls)
     if args.subgoals == "bayes":
         state = acts_by_goal(args, models, features, clock, able).flatten(2)
     else:
         state = models.inference.encoder(things, walls)
     posterior = believe(args, models, state, summary.flatten(1, 2).float())
-    goals, drawn = goal_mean(args, posterior), draw_goal(args.goal_kind, posterior, noise, args.temperature)
-    if args.subgoals == "oracle":
-        goals = drawn = told.flatten(1, 2)
-    others = models.moa(features, clock, drawn, able)
+    goals = told.flatten(1, 2) if args.subgoals == "oracle" else goal_mean(args, posterior)
+    expected = posterior[..., :0]
+    if noise is not None:
+        drawn = goals if args.subgoals == "oracle" else draw_goal(args.goal_kind, posterior, noise, args.temperature)
+        expected = models.moa(features, clock, drawn, able)
     goals = goals.reshape(m, n, -1)[..., : 0 if args.subgoals == "none" else None]
     present = (things[..., 0] < env.config.num_cells).view(m, n, k)
-    return Thought(goals, others.view(m, n, k, -1), state, present, legal[:, :, 0])
+    return Thought(goals, expected.view(m, n, k, -1), state, present, legal[:, :, 0])
 
 
 def acts_by_goal(args: Args, models: Models, features, clock, legal) -> torch.Tensor:
@@ -1257,7 +1265,7 @@ class Choices(NamedTuple):
     log_probs: torch.Tensor  # [..., 7] what they played by: the search's improved policy, or their own
     value: torch.Tensor  # [M, T + 1, E]
     found: torch.Tensor  # [..., 3] see Plan
-    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions
+    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions (on a CPU, without search: every 8th)
     truth: torch.Tensor  # [..., K, 7] their own
     bayes: torch.Tensor  # [..., K, 7] the best guess from their past (learners: their own)
 
@@ -1291,8 +1299,10 @@ def rollout(
     when each of its phases was over."""
     searches = args.planner != "none" and learners_act
     own_seat = seating.to_learners(torch.arange(env.config.num_players, device=env.device).expand(env.num_envs, -1))
-    lay, each, games, steps, choices = seating.to_learners, seating.each, [], [], []
+    lay, each, games, steps, choices, expected = seating.to_learners, seating.each, [], [], [], []
     rule_based, obs = seating.rule_based or not learners_act, env.observe(env.state)
+    # Without search nobody acts on what MOA expects: it is only measured.
+    every = 1 if searches or env.device.type == "cuda" else math.gcd(num_steps, 8)
 
     def note(name):
         if marks is not None and step == 0 and searches:
@@ -1313,7 +1323,7 @@ def rollout(
             if args.subgoals == "oracle":
                 told = others(identity(args, carry["kinds"]))
             note("start")
-            thought = think(args, env, nets.models, board, prey, clock, summary, told, generator)
+            thought = think(args, env, nets.models, board, prey, clock, summary, told, generator, (step + 1) % every == 0)
             note("subgoal")
         inputs = nets.policy.inputs(board, clock, last, thought.goals)
         log_probs, value = nets.policy(inputs, thought.legal)
@@ -1367,9 +1377,9 @@ def rollout(
         games.append((reward, left, took, env.final_return.clone(), env.final_length[:, None].expand_as(left).clone(), done))
         steps.append((board, prey.byte(), time_now.byte(), first_hunt.short(), last.byte(), ego.byte()))
         steps[-1] += (over, next_board, summary.half(), forgot, told)
-        choices.append(
-            (inputs, thought.goals, thought.legal, log_probs, value, found_out, thought.expected.exp(), truth, guess)
-        )
+        choices.append((inputs, thought.goals, thought.legal, log_probs, value, found_out, truth, guess))
+        if (step + 1) % every == 0:
+            expected.append(thought.expected.exp())
     reward, left, took, total, length, done = (torch.stack(x, -1) for x in zip(*games, strict=True))  # [B, N, T], done [B, T]
     number = carry["played"][:, None] + done.cumsum(1)
     carry["played"].copy_(number[:, -1])
@@ -1380,6 +1390,7 @@ def rollout(
     reward, left = (lay(env.seats_to_ego(x)).movedim(3, 1) for x in (reward, left))  # [M, T, E, N]
     choices, steps = ([torch.stack(x, 1) for x in zip(*many, strict=True)] for many in (choices, steps))
     choices[4] = torch.cat([choices[4], value[:, None]], 1)
+    choices.insert(6, torch.stack(expected, 1))
     return Steps(*steps[:6], reward, left, *steps[6:]), Choices(*choices), sums
 
 
@@ -1482,9 +1493,9 @@ def look_back(args: Args, env, models: Models, w: Steps, summary):
     left = torch.where(w.done, memory(args), 1.0).masked_fill(w.forgot, 0.0)[..., None, None]  # after the step's end
     keep = torch.where(present, models.inference.decay.sigmoid()[:, :, None, None], 1.0) * left
     add, summaries = torch.where(present, event, 0.0) * left, []
-    for t in range(w.done.shape[1]):
+    for add_now, keep_now in zip(add.unbind(1), keep.unbind(1), strict=True):
         summaries.append(summary)
-        summary = torch.addcmul(add[:, t], keep[:, t], summary)
+        summary = torch.addcmul(add_now, keep_now, summary)
     return things, walls, legal, state, torch.stack(summaries, 1), summary
 
 
@@ -1659,7 +1670,8 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
     low, high, predict = min(config.payoffs()), max(config.payoffs()), fused(type(nets.world).predict, args, env.device)
     for step in range(horizon + 1):
         clock = time_now / config.final_time
-        thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator)
+        expect = step < horizon or board.is_cuda  # nobody acts after the last step
+        thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator, expect)
         inputs = nets.policy.inputs(board, clock, last, thought.goals)
         log_probs, value = nets.policy(inputs, thought.legal)
         if step == horizon:
@@ -1730,6 +1742,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
     loss_of = fused(ppo_loss, args, generator.device)
     numbers = torch.stack([batch[key].float() for key in NUMBERS], 2)
     samples = batch["inputs"], batch["legal"], numbers, batch["search_probs"]
+    samples = living(samples, batch["weight"] > 0, args.num_minibatches)
     for _ in range(args.update_epochs):
         order = torch.rand(samples[0].shape[1], generator=generator, device=generator.device).argsort()
         for index in order.tensor_split(args.num_minibatches):
@@ -1788,14 +1801,16 @@ def ppo_loss(
 def moa_figures(w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     """How well MOA foretold the co-players' actions in fresh games, beside the best that can be known: their own
     probabilities, and for rule-based players what follows from their past. Only steps of players on the board count."""
-    weight = (w.board[:, :, :, 1 : w.joint.shape[3]].flatten(4).amax(4) > 0).float()
-    action, count = w.joint[..., 1:].long(), weight.flatten(1).sum(1).clamp(min=1)
+    every = c.truth.shape[1] // c.expected.shape[1]
+    board, joint, truth, bayes = (x[:, every - 1 :: every] for x in (w.board, w.joint, c.truth, c.bayes))
+    weight = (board[:, :, :, 1 : joint.shape[3]].flatten(4).amax(4) > 0).float()
+    action, count = joint[..., 1:].long(), weight.flatten(1).sum(1).clamp(min=1)
 
     def mean(x):
         return (x * weight).flatten(1).sum(1) / count
 
     figures = {}
-    for name, probs in (("", c.expected), ("ceiling/", c.truth), ("bayes/", c.bayes)):
+    for name, probs in (("", c.expected), ("ceiling/", truth), ("bayes/", bayes)):
         own = probs.gather(4, action[..., None])
         figures[f"{name}nll"] = mean(-own[..., 0].clamp(min=1e-9).log())
         figures[f"{name}top1"] = mean((probs.argmax(4) == action).float())
@@ -1991,6 +2006,8 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
         count = imagined_games(args, w.done.shape[2])
         start = sample_transitions([(x.replay, 1.0)], count, len(w.done), generator)
         alive = present_weight(env.config, start.board)
+        *start, alive = living((*start, alive), alive)
+        start = Steps(*start)
         dream = imagine(args, env, nets, start, alive, args.imagination_horizon, x.trusted, generator)
         imagined = batch_of(args, dream, real=False)
         figures |= distribution_figures("imagined", imagined)
@@ -2012,6 +2029,16 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
     x.totals[key][1].add_(total)
     x.totals[key][2].add_(1)
     return [phases, marks], last
+
+
+def living(tensors, alive, least: int = 1):
+    """tensors [M, n, ...]; alive bool [M, n]. On a CPU, where shapes may change, without samples that do not count: as many
+    as the learner with most of them keeps"""
+    if alive.is_cuda:
+        return tensors
+    most = max(least, int(alive.sum(1).max()))
+    order = alive.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    return [x[torch.arange(len(x))[:, None], order] for x in tensors]
 
 
 def imagined_games(args: Args, games: int) -> int:

@@ -126,7 +126,8 @@ class StackedLinear(nn.Module):
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
             rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
             weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-        return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
 def padding(inputs: int) -> int:
@@ -166,9 +167,12 @@ class BoardEncoder(nn.Module):
         def look(row, mode):  # [M, B, some] -> [M, B, hidden]
             if row.shape[2] == 0:
                 return nothing.expand(-1, row.shape[1], -1)
-            if row.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
+            fast = row.is_cuda or mode == "sum"
+            if fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
                 return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
             vectors = F.embedding(row, table)
+            if row.shape[2] == 1:
+                return vectors.squeeze(2)
             return vectors.sum(2) if mode == "sum" else vectors.amax(2)
 
         players, stags, hares = row.split([config.num_players, config.num_stags, config.num_hares], 2)
@@ -202,6 +206,7 @@ class SubgoalInference(nn.Module):
     def __init__(self, config, generators, hidden, goal_size, parameters):
         super().__init__()
         self.encoder = BoardEncoder(config, generators, hidden)
+        self.register_buffer("one_hot", torch.eye(NUM_ACTIONS), persistent=False)
         self.event = nn.ModuleList()
         self.event.append(StackedLinear(generators, hidden + NUM_ACTIONS * config.num_players, hidden, math.sqrt(2)))
         self.event.append(StackedLinear(generators, hidden, hidden))
@@ -213,7 +218,7 @@ class SubgoalInference(nn.Module):
 
     def evidence(self, state, joint):
         """features of the encoder [M, n, hidden], joint action [M, n, N] -> what the step adds to the summary"""
-        acts = F.one_hot(joint, NUM_ACTIONS).flatten(2).float()
+        acts = F.embedding(joint, self.one_hot).flatten(2)
         return self.event[1](F.relu(self.event[0](torch.cat([state, acts], 2))))
 
     def forward(self, state, summary):

@@ -114,7 +114,8 @@ class StackedLinear(nn.Module):
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
             rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
             weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-        return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
 class Prediction(NamedTuple):

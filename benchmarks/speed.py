@@ -11,6 +11,7 @@ Medians of `--repeats` iterations after warm-up, without logging. The models are
 
 import csv
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -104,14 +105,20 @@ def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
     if x.rehearsed is not None:
         x.rehearsed.pushed.fill_(args.replay_rollouts)
     key, graphs, generators = (x.nets.world is not None, x.nets.models is not None), {}, (x.generator, x.env.generator)
+    cycle = math.lcm(args.wm_period, args.subgoal_period)  # the models do not learn in every iteration
     hop.repeat_iteration(x, graphs, *key)
     ready, stages = time.perf_counter() - begun, []
 
     def train():
-        _, marks = hop.repeat_iteration(x, graphs, *key)
-        stages.append(hop.stage_seconds(marks))
+        found = []
+        for k in range(cycle):
+            _, marks = hop.repeat_iteration(
+                x, graphs, key[0] and k % args.wm_period == 0, key[1] and k % args.subgoal_period == 0
+            )
+            found.append(hop.stage_seconds(marks))
+        stages.append({name: sum(stage[name] for stage in found) / cycle for name in found[0]})
 
-    full = median_seconds(train, repeats, device)
+    full = median_seconds(train, repeats, device) / cycle
     actions = torch.randint(NUM_ACTIONS, (args.num_steps, x.env.num_envs, x.env.config.num_players), device=device)
 
     def play_at_random():
@@ -130,7 +137,7 @@ def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
     row |= {"iteration_ms": 1000 * full, "ready_s": ready}
     row |= {f"{name}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
     if device.type == "cuda":
-        row |= {"busy": busy(train) / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        row |= {"busy": busy(train) / cycle / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     return row
 
 

@@ -128,7 +128,7 @@ TINY = {  # flags of hopplus_ppo.py and hopplus_mcts.py for runs of a second
     **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "save_every": 2},
     **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
     **{"replay_rollouts": 2, "imagination_horizon": 4, "trust_exact_match": 0.0, "compile": False, "config": TINY_CONFIG},
-    **{"ppo_real_ratio": 0.2},
+    **{"ppo_real_ratio": 0.2, "subgoal_period": 1},
 }
 
 

@@ -821,6 +821,23 @@ def test_critic_learns_from_imagined_samples_only_if_asked_to(data):
     torch.testing.assert_close(found["value"], (error * weight).sum(1) / weight.sum(1), atol=1e-4, rtol=1e-3)
 
 
+def test_on_a_cpu_samples_that_do_not_count_are_left_out(monkeypatch):
+    alive, number = torch.rand(3, 50, generator=seeded(1)) < 0.4, torch.arange(150).view(3, 50)
+    kept, still = hop.living((number, alive), alive)
+    assert kept.shape == still.shape == (3, int(alive.sum(1).max()))
+    for m in range(3):
+        assert kept[m][still[m]].tolist() == number[m][alive[m]].tolist()
+    assert hop.living((number,), torch.zeros_like(alive), 4)[0].shape == (3, 4)
+    x = experiment(method="ppo-omg", num_envs=16)
+    batch, whole = real_samples(x), {"update_epochs": 1, "num_minibatches": 1}
+    assert (batch["weight"] == 0).any(1).all()
+    new, figures = improved(x, batch, **whole)
+    monkeypatch.setattr(hop, "living", lambda tensors, *_: tensors)
+    new_of_all, figures_of_all = improved(x, batch, **whole)
+    torch.testing.assert_close(new, new_of_all, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(figures, figures_of_all, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.8, 1.0])
 def test_share_of_real_samples_in_the_batch(ratio, monkeypatch):
     x, seen, improve = experiment(ppo_real_ratio=ratio, imagined_weight=0.5, num_envs=8), [], hop.improve
@@ -898,6 +915,17 @@ def test_figures_are_means_over_the_iterations_that_have_them():
     both = hop.read_totals(x)
     np.testing.assert_allclose(both["losses/world_model"], first["losses/world_model"], rtol=1e-6)
     assert not np.allclose(both["losses/value"], first["losses/value"])
+
+
+def test_on_a_cpu_moa_is_measured_at_every_eighth_step(monkeypatch):
+    x, thoughts, think = experiment(num_steps=16), [], hop.think
+    monkeypatch.setattr(hop, "think", lambda *given: (thoughts.append(think(*given)), thoughts[-1])[1])
+    w, c, _ = play(x, 16)
+    asked = [t for t, thought in enumerate(thoughts) if thought.expected.shape[3]]
+    assert asked == [7, 15] and len(thoughts) == 17
+    torch.testing.assert_close(c.expected, torch.stack([thoughts[t].expected.exp() for t in asked], 1))
+    there = hop.Steps(*(y[:, asked] for y in w)), c._replace(truth=c.truth[:, asked], bayes=c.bayes[:, asked])
+    torch.testing.assert_close(hop.moa_figures(w, c), hop.moa_figures(*there))
 
 
 def test_moa_figures_are_those_of_a_plain_count():
