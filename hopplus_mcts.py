@@ -80,13 +80,17 @@ SEARCH = {  # unless the method or the command line says otherwise
 BY_DEVICE = {  # what a GPU and what two CPU cores do well
     "cuda": {"num_envs": 256, "total_steps": 2_000_000, "subgoal_updates": 4, "model_games": 64}
     | {"pretraining_updates": 800, "pretraining_games": 1024, "policy_hidden": 128, "update_epochs": 4, "ppo_real_ratio": 0.2}
-    | {"wm_updates": 4, "wm_batch_size": 1024},
+    | {"wm_updates": 4, "wm_batch_size": 1024, "imagination_horizon": 8, "subgoal_period": 1},
     "cpu": {"num_envs": 128, "total_steps": 250_000, "subgoal_updates": 2, "model_games": 8}
-    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.5}
-    | {"wm_updates": 2, "wm_batch_size": 256, "num_simulations": 8, "num_trees": 1},
+    | {"pretraining_updates": 200, "pretraining_games": 64, "policy_hidden": 64, "update_epochs": 4, "ppo_real_ratio": 0.6}
+    | {"wm_updates": 2, "wm_batch_size": 256, "imagination_horizon": 5, "subgoal_period": 2}
+    | {"num_simulations": 8, "num_trees": 1},
 }
 # what the methods that search take instead
-SEARCHING = {"cuda": {"total_steps": 600_000}, "cpu": {"total_steps": 80_000, "num_envs": 64}}
+SEARCHING = {
+    "cuda": {"total_steps": 600_000},
+    "cpu": {"total_steps": 80_000, "num_envs": 64, "imagination_horizon": 8, "subgoal_period": 1},
+}
 NS, NH, RANDOM = "nearest_stag", "nearest_hare", "random"
 CO_PLAYERS = {  # whom --adapt meets
     "standard": {
@@ -211,8 +215,8 @@ class Args:
     """q_phi and MOA: Adam's step size (in pretraining 3e-3, falling)"""
     subgoal_updates: int | None = None
     """q_phi and MOA: updates per training iteration (0: do not train them; None: 4 on a GPU, 2 on a CPU)"""
-    subgoal_period: int = 1
-    """q_phi and MOA: train in every k-th iteration"""
+    subgoal_period: int | None = None
+    """q_phi and MOA: train in every k-th iteration (None: 1; on a CPU without search 2)"""
     model_games: int | None = None
     """q_phi and MOA: windows of T steps per update and learner (None: 64 on a GPU, 8 on a CPU)"""
     rehearsal: float = 0.5
@@ -273,14 +277,14 @@ class Args:
 
     imagination: bool | None = None
     """learn from imagined games too (None: as the method says)"""
-    imagination_horizon: int = 8
-    """most steps of an imagined game"""
+    imagination_horizon: int | None = None
+    """most steps of an imagined game (None: 8; on a CPU without search 5)"""
     trust: bool = True
     """imagine only as many steps as the world model gets right"""
     trust_exact_match: float = 0.99
     """trust: share of boards exactly right after k steps, on fresh games, that allows k steps"""
     ppo_real_ratio: float | None = None
-    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO; None: 0.2 on a GPU, 0.5 on a
+    """share of real samples in PPO's batch, those imagined after an end included (1: plain PPO; None: 0.2 on a GPU, 0.6 on a
     CPU)"""
     critic_data: Literal["real", "mixed"] = "real"
     """what the critic learns from: real samples, or imagined ones too"""
@@ -2033,7 +2037,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
 
 def living(tensors, alive, least: int = 1):
     """tensors [M, n, ...]; alive bool [M, n]. On a CPU, where shapes may change, without samples that do not count: as many
-    as the learner with most of them keeps"""
+    as the learner with most of them has (so how many share a minibatch depends on the others)"""
     if alive.is_cuda:
         return tensors
     most = max(least, int(alive.sum(1).max()))

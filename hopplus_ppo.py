@@ -1600,7 +1600,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
 
 def living(tensors, alive, least: int = 1):
     """tensors [M, n, ...]; alive bool [M, n]. On a CPU, where shapes may change, without samples that do not count: as many
-    as the learner with most of them keeps"""
+    as the learner with most of them has (so how many share a minibatch depends on the others)"""
     if alive.is_cuda:
         return tensors
     most = max(least, int(alive.sum(1).max()))

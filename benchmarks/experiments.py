@@ -30,6 +30,13 @@ from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]
+FOLLOWED = {  # name in our tables: key in metrics.jsonl
+    **{"return": "charts/episodic_return", "stag": "charts/stag_share", "nothing": "charts/nothing_share"},
+    **{f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)},
+    **{"value_real": "losses/value_real", "imagined_return": "imagined/return_mean", "real_return": "real/return_mean"},
+    **{"moa_top1": "moa/top1", "moa_ceiling_top1": "moa/ceiling/top1", "search_gain": "search/gain"},
+    **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
+}
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, LONG = f"{SEEDS5} --total-steps 300000", "--num-seeds 5 --log-every 10 --total-steps 5000000 --num-envs 1024"
 BRIEF = f"{SEEDS5} --total-steps 150000"
@@ -85,6 +92,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch="zero_subgoals"),
             "pixel, trusted, actor only": Run(f"{SHORT} --wm-head pixel"),
             "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}"),
+            "brief": Run(BRIEF),
             "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}"),
             "pixel, badly": Run(f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
         },
@@ -125,6 +133,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "present (default)": DEFAULT,
             "rewarded": Run(f"{SHORT} --moa-data rewarded"),
             "all": Run(f"{SHORT} --moa-data all"),
+            "present, brief": Run(BRIEF),
             "present, MOA unmasked": Run(BRIEF, patch="unmasked"),
             "all, MOA unmasked": Run(f"{BRIEF} --moa-data all", patch="unmasked"),
         },
@@ -294,11 +303,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def figures_of(row: dict) -> dict[str, float]:
     """What we follow, of one line of metrics.jsonl"""
-    names = {"return": "charts/episodic_return", "value_real": "losses/value_real", "moa_top1": "moa/top1"}
-    names |= {f"exact_match/{k}": f"wm/exact_match/{k}" for k in (1, 8)} | {"horizon": "wm/horizon"}
-    names |= {f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)} | {"stag": "charts/stag_share"}
-    names |= {"search_gain": "search/gain", "imagined_return": "imagined/return_mean", "real_return": "real/return_mean"}
-    found = {name: row[key] for name, key in names.items() if row.get(key) is not None}
+    found = {name: row[key] for name, key in FOLLOWED.items() if row.get(key) is not None}
     if "moa/nll" in row:
         found["moa_gap"] = row["moa/nll"] - row["moa/ceiling/nll"]
         found |= {key: row[f"moa/{key}"] for key in RECALLS if row[f"moa/{key}"] is not None}
@@ -309,12 +314,12 @@ def figures_before(folder: Path) -> list[dict[str, float]]:
     """What the pretraining of each seed found in held-out games"""
     subgoals = [list(csv.DictReader(p.open())) for p in sorted(folder.glob("before/*/evaluation/final.csv"))]
     found = [{row["metric"]: float(row["with history"]) for row in table} for table in subgoals]
-    for path in folder.glob("before/*/evaluation.csv"):  # of the world model: all seeds in one
+    for path in sorted(folder.glob("before/*/evaluation.csv")):  # of the world model: all seeds in one
         table = list(csv.DictReader(path.open()))
         seeds = [name for name in table[0] if name.startswith("seed_")]
         found = [{row["metric"]: float(row[seed]) for row in table} for seed in seeds]
-    return [{k: figures[k] for k in ("probe_accuracy", "top1", "nll", "exact_match/1", "exact_match/20", "reward_mse")
-             if k in figures} for figures in found]  # fmt: skip
+    names = ("probe_accuracy", "top1", "nll", "exact_match/1", "exact_match/20", "obs_mse", "reward_mse")
+    return [{key: figures[key] for key in names if key in figures} for figures in found]
 
 
 def collect(args: Args, number: int) -> None:
@@ -363,8 +368,8 @@ def collect(args: Args, number: int) -> None:
                     found = enumerate(row[1:]) if focal >= 0 else ()
                     crossed += [{"run": label, "focal": focal, "others": k, "return": value} for k, value in found]
     tables = {"": summaries, "_curves": curves, "_adaptation": met, "_adaptation_curves": meeting, "_cross_play": crossed}
-    fresh = {row["run"] for row in summaries}
     for name, rows in tables.items():
+        fresh = {row["run"] for row in rows}
         rows = rows + [row for row in read(args, number, name) if row["run"] not in fresh]  # what ran elsewhere stays
         rows = sorted((row for row in rows if row["run"] in runs), key=lambda row: list(runs).index(row["run"]))
         if rows:

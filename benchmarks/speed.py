@@ -69,7 +69,7 @@ class Args:
     script: Literal["ppo", "mcts"] = "ppo"
     """--flags: of hopplus_ppo.py or of hopplus_mcts.py"""
     repeats: int = 10
-    """iterations to take the median of"""
+    """iterations to take the median of (where models learn only in every k-th one: groups of k)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where; auto: on the GPU if there is one"""
     folder: str = "runs/speed"

@@ -118,6 +118,11 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     experiments.collect(args, 2)
     kept = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert kept == rows, "a run made elsewhere keeps its rows"
+    met = tmp_path / "docs/data/section_2_adaptation.csv"
+    met.write_text("run,sets,co_players\nPPO, shared,standard,3 NS\n".replace("PPO, shared", '"PPO, shared"'))
+    experiments.collect(args, 2)
+    assert "3 NS" in met.read_text(), "also those of what followed it, if that is not here"
+    met.unlink()
     args.draw = True
     experiments.main(args)
     picture = tmp_path / "docs/results/section_2.png"

@@ -1188,6 +1188,14 @@ def same_contents(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
+def test_without_search_it_has_the_other_scripts_defaults(method):
+    theirs = dataclasses.asdict(ppo.resolved(ppo.Args(method=method, device="cpu")))
+    ours = dataclasses.asdict(hop.resolved(hop.Args(method=method, device="cpu")))
+    assert {key: ours[key] for key in theirs if key != "exp_name"} == {k: v for k, v in theirs.items() if k != "exp_name"}
+    assert ppo.BY_DEVICE["cuda"].items() <= hop.BY_DEVICE["cuda"].items()
+
+
 def test_without_search_it_is_the_other_script(tmp_path, no_pictures):
     found = []
     for script in (ppo, hop):
