@@ -12,6 +12,7 @@ import concurrent.futures
 import csv
 import dataclasses
 import glob
+import itertools
 import json
 import math
 import shutil
@@ -37,6 +38,7 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
     **{"moa_top1": "moa/top1", "moa_ceiling_top1": "moa/ceiling/top1", "search_gain": "search/gain"},
     **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
 }
+RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, LONG = f"{SEEDS5} --total-steps 300000", "--num-seeds 5 --log-every 10 --total-steps 5000000 --num-envs 1024"
 BRIEF = f"{SEEDS5} --total-steps 150000"
@@ -96,7 +98,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}"),
             "pixel, badly": Run(f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
         },
-        [("bars", "value_real"), ("bars", "return"), ("curves", "value_real")],
+        [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
     ),
     2: (
         "Was player 1 favoured?",
@@ -432,6 +434,24 @@ def curves(axis, rows: list[dict], key: str) -> None:
     axis.legend(fontsize=6)
 
 
+def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
+    """run -> mean of `key` over the log lines whose return lies between two of RETURNS"""
+    found = {}
+    for run in dict.fromkeys(row["run"] for row in rows):
+        own = [(float(row["return"]), float(row[key])) for row in rows if row["run"] == run and row["return"] and row[key]]
+        bins = [[y for x, y in own if low <= x < high] for low, high in itertools.pairwise(RETURNS)]
+        found[run] = [float(np.mean(values)) if values else math.nan for values in bins]
+    return found
+
+
+def against(axis, rows: list[dict], key: str) -> None:
+    middle = [(low + high) / 2 for low, high in itertools.pairwise(RETURNS)]
+    for number, (run, values) in enumerate(by_return(rows, key).items()):
+        axis.plot(middle, values, label=run, color=f"C{number % 10}", marker=".", ls="-" if number < 7 else "--")
+    axis.set(xlabel="return at that time", title=key)
+    axis.legend(fontsize=6)
+
+
 def recalls(axis, rows: list[dict], _: str) -> None:
     """recall of each action over training, a row for each run and action"""
     runs, parts = list(dict.fromkeys(row["run"] for row in rows)), []
@@ -533,9 +553,9 @@ def draw(args: Args, number: int) -> None:
         print(f"section {number}: no data yet")
         return
     sources = {"bars": "", "seats": "", "curves": "_curves", "recalls": "_curves", "adaptation": "_adaptation"}
-    sources |= {"meeting": "_adaptation_curves", "cross-play": "_cross_play"}
+    sources |= {"against": "_curves", "meeting": "_adaptation_curves", "cross-play": "_cross_play"}
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
-    draws |= {"meeting": meeting, "cross-play": cross_play}
+    draws |= {"against": against, "meeting": meeting, "cross-play": cross_play}
     panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
     met, references = read(args, number, "_adaptation"), [row for k in (7, 8) for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
@@ -568,6 +588,9 @@ def draw(args: Args, number: int) -> None:
         for run in dict.fromkeys(row["run"] for row in rows):
             means, p = seat_test(rows, run)
             print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
+    for key in (key for kind, key in panels if kind == "against"):
+        for run, values in by_return(read(args, number, "_curves"), key).items():
+            print(f"{run}: {key} at returns between {RETURNS}: " + ", ".join(f"{value:.2f}" for value in values))
     for found in scores.values():
         for run, row in found.items():
             print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in row.items()))

@@ -153,6 +153,13 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys):
     assert len(list((tmp_path / "results").glob("section_*.png"))) == len(experiments.SECTIONS)
 
 
+def test_losses_are_compared_at_equal_returns():
+    pairs = (0.9, 1), (1.0, 3), (1.2, 5), (2.9, 7), (0.1, 99)
+    rows = [{"run": "x", "return": str(r), "value_real": str(v)} for r, v in pairs]
+    values = experiments.by_return([*rows, {"run": "x", "return": "", "value_real": "9"}], "value_real")["x"]
+    assert values[:2] == [2.0, 5.0] and np.isnan(values[2:5]).all() and values[5] == 7.0
+
+
 def test_bootstrap():
     mean, low, high = experiments.bootstrap(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
     assert abs(mean - 3) < 0.15 and high - low == pytest.approx(4 / np.sqrt(400), rel=0.15) and low < mean < high
