@@ -115,7 +115,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
     3: (
         "VAE: reconstruction or action loss?",
         {loss: Run(f"{SHORT} --method ppo-omg", then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
-        [("bars", "before/probe_accuracy"), ("bars", "before/top1"), ("bars", "steps_to_2.8"), ("adaptation", "standard")],
+        [("bars", "before/probe_accuracy"), ("bars", "before/top1"), ("bars", "return"), ("adaptation", "standard")],
     ),
     4: (
         "Can the world model be trusted?",
@@ -419,7 +419,10 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.barh(y, mean, color="#6b8cae")
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
-    axis.set(yticks=range(len(found)), title=key, xscale="log" if key.startswith("steps_to") else "linear")
+    means = [np.mean(values) for values in found.values()]
+    axis.set(
+        yticks=range(len(found)), title=key, xscale="log" if min(means) > 0 and max(means) > 20 * min(means) else "linear"
+    )
     axis.set_yticklabels(found, fontsize=7)
     axis.invert_yaxis()
 
@@ -449,7 +452,7 @@ def against(axis, rows: list[dict], key: str) -> None:
     for number, (run, values) in enumerate(by_return(rows, key).items()):
         axis.plot(middle, values, label=run, color=f"C{number % 10}", marker=".", ls="-" if number < 7 else "--")
     axis.set(xlabel="return at that time", title=key)
-    axis.legend(fontsize=6)
+    axis.legend(fontsize=6, loc="lower right")
 
 
 def recalls(axis, rows: list[dict], _: str) -> None:
