@@ -21,7 +21,7 @@ PANELS = {  # tag: what to look for
     "losses/value_real": "must not rise late",
     "losses/approx_kl": "far below 0.1",
     "moa/top1": "close to moa/ceiling/top1",
-    "wm/exact_match/8": "1: the world model can be trusted",
+    "wm/exact_match/5": "1: the world model can be trusted",
     "wm/horizon": "how far it is trusted",
     "audit/return_gap": "small: all learners do well",
 }

@@ -19,6 +19,7 @@ from stag_hunt_env import parse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import dashboard
 import experiments
 import speed
 
@@ -158,6 +159,21 @@ def test_losses_are_compared_at_equal_returns():
     rows = [{"run": "x", "return": str(r), "value_real": str(v)} for r, v in pairs]
     values = experiments.by_return([*rows, {"run": "x", "return": "", "value_real": "9"}], "value_real")["x"]
     assert values[:2] == [2.0, 5.0] and np.isnan(values[2:5]).all() and values[5] == 7.0
+
+
+def test_the_dashboard_shows_what_a_run_logs(tmp_path, monkeypatch):
+    for name in ("draw_pictures", "film"):
+        monkeypatch.setattr(hopplus_ppo, name, lambda *_: None)
+    defaults = {device: values["imagination_horizon"] for device, values in hopplus_ppo.BY_DEVICE.items()}
+    changes = {"imagination_horizon": min(defaults.values()), "run_dir": str(tmp_path)}
+    figures = hopplus_ppo.main(hopplus_ppo.Args(**{**TINY, **changes}))
+    folder, out = Path(figures["checkpoint"]).parent, tmp_path / "dashboard.png"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [tag for tag in dashboard.PANELS if tag not in lines[-1]] == []
+    dashboard.main(dashboard.Args(runs=(str(folder),), out=str(out)))
+    assert out.stat().st_size > 5000
+    with pytest.raises(ValueError, match="no folder of a run"):
+        dashboard.main(dashboard.Args(runs=(str(tmp_path),), out=str(out)))
 
 
 def test_bootstrap():
