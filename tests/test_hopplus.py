@@ -1489,6 +1489,22 @@ def test_a_seat_that_never_learned_cannot_be_evaluated(tmp_path, no_pictures):
         run("unused", evaluate=figures["checkpoint"], seats="random,learner,random", eval_games=2)
 
 
+@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize("stags", [1, 2])
+def test_encoders_add_up_players_and_take_the_largest_of_prey(stags, learning):
+    config = dataclasses.replace(helpers.TINY_CONFIG, num_stags=stags)
+    x, seen = experiment(config=config), []
+    encoder, cells = x.nets.models.moa.encoder, x.env.config.num_cells
+    things = torch.randint(cells + 1, (3, 200, 3 + x.env.config.num_prey), generator=seeded(1))  # the last cell: nowhere
+    encoder.mix.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.set_grad_enabled(learning):
+        encoder(things, torch.zeros(3, 200, 1))
+    rows = encoder.lookup[encoder.kind, things[..., :1], things]
+    vectors, nothing = encoder.table[torch.arange(3)[:, None, None], rows], encoder.table[:, -1:]
+    prey = (torch.maximum(part.amax(2), nothing) for part in vectors[:, :, 3:].split([stags, x.env.config.num_hares], 2))
+    torch.testing.assert_close(seen[0], torch.cat([vectors[:, :, :3].sum(2), *prey], 2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 
