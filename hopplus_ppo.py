@@ -2625,6 +2625,7 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(folder / "adaptation.png", dpi=75)
+    plt.close(figure)
     print(f"tables and curves in {folder}")
 
 
@@ -2690,6 +2691,7 @@ def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
     axis.set(ylabel="learner of seed", yticks=range(len(names)), yticklabels=names)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -55,6 +55,7 @@ def main(args: Args) -> None:
     axes[0, 0].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(args.out, dpi=75)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def draw(folder: Path, rows: list[dict]) -> None:
     axes[0].set_ylabel("ms an iteration")
     figure.tight_layout()
     figure.savefig(folder / "growth.png", dpi=80)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
