@@ -637,7 +637,7 @@ def patched_main(name: str):
     import hopplus_ppo
 
     if name not in PATCHES:
-        raise ValueError(f"--patched {name}: the known ones are {', '.join(PATCHES)}")
+        sys.exit(f"error: --patched {name}: the known ones are {', '.join(PATCHES)}")
     PATCHES[name](hopplus_ppo)
     return hopplus_ppo
 
