@@ -122,7 +122,7 @@ class Args:
     """on a GPU: fuse the game's step, the models and PPO's loss with torch.compile; takes up to a minute at
     the start, for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; and the policy's layers in bfloat16"""
+    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; in bfloat16 (but the models learn in tf32)"""
     total_steps: int | None = None
     """env steps per seed (None: 2 million on a GPU, 250 000 on a CPU, there 400 000 for --method ppo)"""
     num_envs: int | None = None
@@ -300,15 +300,16 @@ class StackedLinear(nn.Module):
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
         if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
-            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
+            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
         return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
-def padding(inputs: int) -> int:
-    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
-    return -inputs % 8
+def padding(size: int) -> int:
+    """How many zeros beside a layer's inputs or outputs: GPUs multiply matrices faster whose rows begin at multiples of 32
+    bytes (of 16 in bfloat16)."""
+    return -size % 8
 
 
 class BoardEncoder(nn.Module):
@@ -490,7 +491,7 @@ class WorldModel(nn.Module):
         self.table("target", target)  # [H*W, 5]
         self.table("outcome", np.array([4, 0, 4, 2, 4, 3, 4, 1, 4, 4])[near])  # [H*W, H*W] -> which move leads there
         self.table("order", (seat[:, None] + seat) % n)  # each player's own ego order
-        self.table("painted", np.eye(9 * NUM_ACTIONS + 1, 9 * NUM_ACTIONS), torch.float32)
+        self.table("codes", np.arange(9 * NUM_ACTIONS))  # who does what where
         self.table("one_hot", np.eye(cells + 1, cells), torch.float32)
         self.table("payoffs", np.array(list(config.payoffs())), torch.float32)
         # The player's own action, how many of the others do what where (a sum: two hunters differ from one), the board; and,
@@ -521,16 +522,14 @@ class WorldModel(nn.Module):
         planes, cell, present = self.read(board)
         both = present[..., None] & present[..., self.order]
         near = self.near[cell[..., None], cell[..., self.order]]  # [M, B, N, N]
-        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[..., self.order], 9 * NUM_ACTIONS)
-        painted = self.painted[code]  # [M, B, N, N, 63]
+        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[..., self.order], -1)
+        own, *others = ((part[..., None] == self.codes).float() for part in code.unbind(3))  # each [M, B, N, 63]
         fixed = F.pad(planes[:, :, n:].float(), (0, 1, 0, 1))  # walls, stags, hares and one plane more; one cell more
         fixed[:, :, 3, :-1] = 1.0  # the board itself
         around = self.around[cell].flatten(2)  # [M, B, N * 9]
         patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
-        others = painted[:, :, :, 1:]
-        nothing = painted.new_zeros(()).expand(*cell.shape, self.padding)
-        parts = [nothing, painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
-        x = torch.cat(parts, 3)  # [M, B, N, inputs]
+        nothing = patch.new_zeros(()).expand(*cell.shape, self.padding)
+        x = torch.cat([nothing, own, sum(others), patch.flatten(3), *others * self.by_name], 3)  # [M, B, N, inputs]
         for layer in self.layers:
             x = F.relu(layer(x))
         walls = F.pad(planes[:, :, n], (0, 1), value=1)
@@ -641,6 +640,11 @@ class ActorCritic(nn.Module):
         acts = self.one_hot[last_joint.int()].flatten(2)
         nothing = acts.new_zeros(()).expand(*acts.shape[:2], self.padding)
         return torch.cat([x.to(acts.dtype) for x in (nothing, board.flatten(2), clock[..., None], acts, goals)], 2)
+
+    def act(self, board, clock, last_joint, goals, legal):
+        """-> inputs, log-probabilities, values"""
+        x = self.inputs(board, clock, last_joint, goals)
+        return x, *self(x, legal)
 
     def value(self, x):
         for layer in self.critic[:-1]:
@@ -875,7 +879,7 @@ class Choices(NamedTuple):
     legal: torch.Tensor
     log_probs: torch.Tensor  # [..., 7]
     value: torch.Tensor  # [M, T + 1, E]
-    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions (on a CPU: at every 8th step)
+    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions at every 8th step
     truth: torch.Tensor  # [..., K, 7] their own
     bayes: torch.Tensor  # [..., K, 7] the best guess from their past (learners: their own)
 
@@ -906,7 +910,8 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
     that short games do not count more often). Without learners_act they only watch."""
     lay, each, games, steps, choices, expected = seating.to_learners, seating.each, [], [], [], []
     rule_based, obs = seating.rule_based or not learners_act, env.observe(env.state)
-    every = 1 if env.device.type == "cuda" else math.gcd(num_steps, 8)  # nobody acts on what MOA expects: it is only measured
+    every = math.gcd(num_steps, 8)  # nobody acts on what MOA expects: it is only measured
+    act, recall = (fused(function, args, env.device) for function in (ActorCritic.act, remember))
 
     def others(x):  # [B, N, ...] by seat -> [M, E, K, ...] of the co-players
         return lay(env.seats_to_ego(x))[:, :, 1:]
@@ -923,8 +928,7 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
             if args.subgoals == "oracle":
                 told = others(identity(args, carry["kinds"]))
             thought = think(args, env, nets.models, board, prey, clock, summary, told, generator, (step + 1) % every == 0)
-        inputs = nets.policy.inputs(board, clock, last, thought.goals)
-        log_probs, value = nets.policy(inputs, thought.legal)
+        inputs, log_probs, value = act(nets.policy, board, clock, last, thought.goals, thought.legal)
         if step == num_steps:
             break
         probs = truth = guess = nothing
@@ -952,7 +956,7 @@ def rollout(args: Args, env, seating, nets, carry, generator, num_steps: int, le
         took = torch.where(left, actions, carry["took"])
         carry["took"].copy_(torch.where(ended, 0, took))
         if nets.models is not None:
-            after = remember(args, env, nets.models, thought, ego, summary, over)
+            after = recall(args, env, nets.models, thought, ego, summary, over)
             chance = args.forget if memory(args) else 0.0
             forgot = over & (torch.rand(over.shape, generator=generator, device=env.device) < chance)
             carry["summary"].copy_(torch.where(forgot[..., None, None], 0.0, after))
@@ -1216,16 +1220,19 @@ def train_world_model(args: Args, nets, optimiser, sources: Sources, generator, 
 def trusted_horizon(args: Args, config, world, w: Steps, horizon: int, pooled=False) -> tuple[torch.Tensor, dict]:
     """Plays fresh games (w [M, T, E, ...], not yet trained on) again inside the world model, from their first step on, with
     the actions that were played. -> for how many steps boards and payoffs are right [M] (pooled: of all learners together,
-    who have one game each), and figures [M]"""
+    who have one game each), and figures [M]. Of many games at most 1024 are played."""
+    w = Steps(*(x[:, :horizon, :: math.ceil(x.shape[2] / 1024)] for x in w))
     members, board, trusted, figures = len(next(world.parameters())) // len(w.done), w.board[:, 0], [], {}
     valid = right = paid = torch.ones_like(w.done[:, 0])
+    predict = fused(type(world).predict, args, w.done.device)
 
     def nearest(reward):
         return torch.stack([(reward - payoff).abs() for payoff in config.payoffs()], -1).argmin(-1)
 
-    for k in range(min(horizon, w.done.shape[1])):
+    for k in range(w.done.shape[1]):
         valid = valid & present_weight(config, w.board[:, k])
-        p = world.predict(board.repeat_interleave(members, 0), w.joint[:, k].repeat_interleave(members, 0), with_raw=k == 0)
+        now = (y.repeat_interleave(members, 0) for y in (board, w.joint[:, k]))
+        p = predict(world, *now, with_raw=k == 0)
         boards, reward = p.board.unflatten(0, (-1, members)), p.reward.unflatten(0, (-1, members))[:, 0]
         right = right & (boards[:, 0] == w.next_board[:, k]).flatten(2).all(2)
         paid = paid & (nearest(reward) == nearest(w.reward[:, k, :, 0]))
@@ -1260,13 +1267,13 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
     config, found = env.config, []
     board, time_now, first_hunt, last = start.board, start.time.int(), start.first_hunt.int(), start.last_joint.long()
     prey, summary, members = start.prey.long(), start.summary.float(), len(next(nets.world.parameters())) // len(start.done)
-    low, high, predict = min(config.payoffs()), max(config.payoffs()), fused(type(nets.world).predict, args, env.device)
+    low, high, parts = min(config.payoffs()), max(config.payoffs()), (ActorCritic.act, remember, type(nets.world).predict)
+    act, recall, predict = (fused(function, args, env.device) for function in parts)
     for step in range(horizon + 1):
         clock = time_now / config.final_time
-        expect = step < horizon or board.is_cuda  # nobody acts after the last step
+        expect = step < horizon  # nobody acts after the last step
         thought = think(args, env, nets.models, board, prey, clock, summary, start.told, generator, expect)
-        inputs = nets.policy.inputs(board, clock, last, thought.goals)
-        log_probs, value = nets.policy(inputs, thought.legal)
+        inputs, log_probs, value = act(nets.policy, board, clock, last, thought.goals, thought.legal)
         if step == horizon:
             break
         alive = alive & (step < trusted)[:, None]
@@ -1289,7 +1296,7 @@ def imagine(args: Args, env, nets: Nets, start: Steps, alive, horizon: int, trus
         sampled = {"inputs": inputs, "legal": thought.legal, "action": own, "value": value, "reward": reward}
         sampled |= {"log_prob": log_probs.gather(2, own[..., None])[..., 0], "ended": ended, "alive": alive}
         found.append(sampled)
-        summary = remember(args, env, nets.models, thought, joint, summary, torch.zeros_like(ended))
+        summary = recall(args, env, nets.models, thought, joint, summary, torch.zeros_like(ended))
         board, last, alive = after, joint, alive & ~ended
     result = {key: torch.stack([x[key] for x in found], 1) for key in found[0]}
     return result | {"value": torch.cat([result["value"], value[:, None]], 1)}
@@ -1348,7 +1355,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
 def ppo_loss(args: Args, policy: ActorCritic, inputs, legal, numbers) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-> the sum of all learners' losses, and its parts [M]"""
     mb, (log_probs, value) = dict(zip(NUMBERS, numbers.unbind(2), strict=True)), policy(inputs, legal)
-    log_ratio = log_probs.gather(2, mb["action"].long()[..., None])[..., 0] - mb["log_prob"]
+    log_ratio = (log_probs * policy.one_hot[mb["action"].long()]).sum(2) - mb["log_prob"]
 
     def share(weight):
         return weight / weight.sum(1, keepdim=True).clamp(min=1)
@@ -1539,6 +1546,30 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     return batch_of(args, sampled | {"reward": reward, "ended": ended, "alive": alive}, real=True)
 
 
+def learn_models(x: Experiment, train_world: bool, train_subgoal: bool) -> dict[str, torch.Tensor]:
+    """Updates of the world model, and of q_phi and MOA, as far as they are due; -> figures"""
+    args = x.args
+    if train_subgoal and x.rehearsed is not None and args.subgoals != "bayes":
+        refresh(args, x.env, x.nets.models, x.rehearsed)
+
+    def world():
+        if not train_world:
+            return {}
+        found = train_world_model(args, x.nets, x.optimisers["world"], x.sources(), x.generator, args.wm_updates)
+        return {f"losses/{k}": v.unflatten(0, (-1, args.wm_ensemble)).mean(1) for k, v in found.items()}
+
+    def subgoals():
+        if not train_subgoal:
+            return {}
+        learner, updates = x.optimisers["subgoals"], args.subgoal_updates
+        found = train_subgoals(args, x.env, x.nets, learner, x.sources(), x.eps, x.generator, updates)
+        names = {"moa": "losses/moa", "total": "losses/subgoals", "grad_norm": "losses/subgoals_grad_norm"}
+        return {names.get(k, f"omg/{k}"): v for k, v in found.items()}
+
+    first, second = side_by_side(world, subgoals, x.env.device)
+    return first | second
+
+
 def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list[tuple], dict]:
     """One iteration; nothing in it waits for the host. Its figures are added to x.totals. -> when each stage was over, and the
     samples, for pictures"""
@@ -1556,15 +1587,7 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
         figures |= {f"wm/{key}": value for key, value in measured.items()} | {"wm/horizon": x.trusted.float()}
     if x.replay is not None:
         x.replay.push(w)
-    if train_world:
-        found = train_world_model(args, nets, x.optimisers["world"], x.sources(), generator, args.wm_updates)
-        figures |= {f"losses/{k}": v.unflatten(0, (-1, args.wm_ensemble)).mean(1) for k, v in found.items()}
-    if train_subgoal:
-        if x.rehearsed is not None and args.subgoals != "bayes":
-            refresh(args, env, nets.models, x.rehearsed)
-        found = train_subgoals(args, env, nets, x.optimisers["subgoals"], x.sources(), x.eps, generator, args.subgoal_updates)
-        names = {"moa": "losses/moa", "total": "losses/subgoals", "grad_norm": "losses/subgoals_grad_norm"}
-        figures |= {names.get(k, f"omg/{k}"): v for k, v in found.items()}
+    figures |= learn_models(x, train_world, train_subgoal)
     marks.append(mark("models", env.device))
     batch = real_batch(x, w, c)
     figures |= distribution_figures("real", batch)
@@ -1624,7 +1647,7 @@ def mark(name: str, device) -> tuple:
 
 
 def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
-    """On a GPU: the same function, from its third call on as the replay of one CUDA graph. Its result stays in place."""
+    """On a GPU: the same function, from its second call on as the replay of one CUDA graph. Its result stays in place."""
     if not use or generators[0].device.type == "cpu":
         return function
     calls, graph, result = 0, torch.cuda.CUDAGraph(), None
@@ -1632,14 +1655,14 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
     def call():
         nonlocal calls, result
         calls += 1
-        if calls <= 2:  # warm-up, as capturing wants it: on a stream of its own
+        if calls == 1:  # warm-up, as capturing wants it: on a stream of its own
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 result = function()
             torch.cuda.current_stream().wait_stream(side)
             return result
-        if calls == 3:
+        if calls == 2:
             for generator in generators:
                 graph.register_generator_state(generator)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
@@ -1651,13 +1674,34 @@ def graphed(function, generators: tuple[torch.Generator, ...], use: bool):
 
 
 def fused(function, args: Args, device):
-    """With --compile, on a GPU: the same function in fewer kernels"""
-    return compiled(function) if args.compile and device.type == "cuda" else function
+    """The same function; on a GPU with --compile in fewer kernels, and its products in --precision bf16"""
+    if device.type == "cpu":
+        return function
+    function = compiled(function) if args.compile else function
+    return torch.autocast("cuda", torch.bfloat16, args.precision == "bf16", cache_enabled=False)(function)
 
 
 @functools.cache
 def compiled(function):
     return torch.compile(function, dynamic=False)
+
+
+def side_by_side(one, other, device) -> tuple:
+    """The results of two functions. On a GPU they may run at the same time: neither reads what the other changes."""
+    if device.type == "cpu" or dist.is_initialized():  # ranks average their gradients one after the other
+        return one(), other()
+    here, beside = torch.cuda.current_stream(), second_stream(device)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        first = one()
+    second = other()
+    here.wait_stream(beside)
+    return first, second
+
+
+@functools.cache
+def second_stream(device):
+    return torch.cuda.Stream(device)
 
 
 def changing(x: Experiment) -> dict[str, torch.Tensor]:
@@ -1678,7 +1722,7 @@ def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgo
         graphs[key] = graphed(lambda: iterate(x, *key), generators, x.args.cudagraphs)
         if x.env.device.type == "cuda" and x.args.cudagraphs:
             before, states = {name: t.clone() for name, t in changing(x).items()}, [g.get_state() for g in generators]
-            for _ in range(3):
+            for _ in range(2):
                 graphs[key]()
             for name, now in changing(x).items():  # an optimiser and the sums may not have begun
                 now.copy_(before[name]) if name in before else now.zero_()
@@ -1706,7 +1750,7 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     """-> weights of the models and world models of each seed, rule-based games to rehearse [R, M, T, E, ...], figures. The
     learners watch from their seats; with memory the players stay, without they are drawn anew for each game."""
     config, kinds = args.config.checked(), seat_kinds(args.seats.split(","))
-    args = dataclasses.replace(args, num_envs=args.pretraining_games)
+    args = dataclasses.replace(args, num_envs=args.pretraining_games, compile=False)  # it would take longer than it saves
     watch = make_seating([kinds] * len(seeds), args.num_envs, True, device)
     mixed = torch.full_like(watch.kinds, MIXED)
     watch = watch._replace(kinds=mixed, rule_based=True, mixed=not memory(args), strangers=False)
@@ -1717,17 +1761,22 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     updates = args.pretraining_updates
     rounds = max(1, min(8, updates // 10))
 
-    def study():
+    def subgoals():
         if not started["models"]:
             train_subgoals(args, x.env, x.nets, optimiser, x.sources(), 0.0, x.generator, 1, pretraining=True)
+
+    def world():
         if x.nets.world is not None and not started["world"]:
             train_world_model(args, x.nets, x.optimisers["world"], x.sources(), x.generator, 1)
 
-    study = graphed(study, (x.generator,), args.cudagraphs)
+    def play():
+        return rollout(args, x.env, watch, x.nets, x.carry, x.generator, args.num_steps, learners_act=False)
+
+    study = graphed(lambda: side_by_side(subgoals, world, device), (x.generator,), args.cudagraphs)
+    play = graphed(play, (x.generator, x.env.generator), args.cudagraphs)
     bar = tqdm(range(rounds), desc="pretraining", unit="round", leave=False, disable=RANK > 0)
     for number in bar:
-        w, _, _ = rollout(args, x.env, watch, x.nets, x.carry, x.generator, args.num_steps, learners_act=False)
-        x.replay.push(w)
+        x.replay.push(play()[0])
         for group in (optimiser, *x.optimisers.values()):  # falls along a cosine
             rate = 3e-3 if group is optimiser else 2e-3
             group.param_groups[0]["lr"].fill_(rate * 0.5 * (1 + math.cos(math.pi * number / rounds)))
@@ -1735,8 +1784,8 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
             study()
     games = []
     for _ in range(args.replay_rollouts):  # once more, with summaries of the trained q_phi, to rehearse and to measure
-        w, c, _ = rollout(args, x.env, watch, x.nets, x.carry, x.generator, args.num_steps, learners_act=False)
-        games.append(w)
+        w, c, _ = play()
+        games.append(Steps(*(field.clone() for field in w)))
     found = moa_figures(w, c)
     if x.nets.world is not None:
         found |= trusted_horizon(args, config, x.nets.world, w, args.imagination_horizon)[1]

@@ -124,15 +124,16 @@ class StackedLinear(nn.Module):
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
         if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
-            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
+            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
         return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
-def padding(inputs: int) -> int:
-    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
-    return -inputs % 8
+def padding(size: int) -> int:
+    """How many zeros beside a layer's inputs or outputs: GPUs multiply matrices faster whose rows begin at multiples of 32
+    bytes (of 16 in bfloat16)."""
+    return -size % 8
 
 
 class BoardEncoder(nn.Module):

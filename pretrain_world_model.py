@@ -112,9 +112,9 @@ class StackedLinear(nn.Module):
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
         if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
             parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows = rows.unflatten(1, (parts, -1)).flatten(0, 1)
-            weight, bias = weight.repeat_interleave(parts, 0), bias.repeat_interleave(parts, 0)
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)
+            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
+            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
+            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
         return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
 
 
@@ -126,9 +126,10 @@ class Prediction(NamedTuple):
     reward: torch.Tensor  # [M, B]
 
 
-def padding(inputs: int) -> int:
-    """How many zeros before a layer's inputs: GPUs multiply matrices faster whose rows begin at multiples of 32 bytes."""
-    return -inputs % 8
+def padding(size: int) -> int:
+    """How many zeros beside a layer's inputs or outputs: GPUs multiply matrices faster whose rows begin at multiples of 32
+    bytes (of 16 in bfloat16)."""
+    return -size % 8
 
 
 class WorldModel(nn.Module):
@@ -154,7 +155,7 @@ class WorldModel(nn.Module):
         self.table("target", target)  # [H*W, 5]
         self.table("outcome", np.array([4, 0, 4, 2, 4, 3, 4, 1, 4, 4])[near])  # [H*W, H*W] -> which move leads there
         self.table("order", (seat[:, None] + seat) % n)  # each player's own ego order
-        self.table("painted", np.eye(9 * NUM_ACTIONS + 1, 9 * NUM_ACTIONS), torch.float32)
+        self.table("codes", np.arange(9 * NUM_ACTIONS))  # who does what where
         self.table("one_hot", np.eye(cells + 1, cells), torch.float32)
         self.table("payoffs", np.array(list(config.payoffs())), torch.float32)
         # The player's own action, how many of the others do what where (a sum: two hunters differ from one), the board; and,
@@ -185,16 +186,14 @@ class WorldModel(nn.Module):
         planes, cell, present = self.read(board)
         both = present[..., None] & present[..., self.order]
         near = self.near[cell[..., None], cell[..., self.order]]  # [M, B, N, N]
-        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[..., self.order], 9 * NUM_ACTIONS)
-        painted = self.painted[code]  # [M, B, N, N, 63]
+        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[..., self.order], -1)
+        own, *others = ((part[..., None] == self.codes).float() for part in code.unbind(3))  # each [M, B, N, 63]
         fixed = F.pad(planes[:, :, n:].float(), (0, 1, 0, 1))  # walls, stags, hares and one plane more; one cell more
         fixed[:, :, 3, :-1] = 1.0  # the board itself
         around = self.around[cell].flatten(2)  # [M, B, N * 9]
         patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
-        others = painted[:, :, :, 1:]
-        nothing = painted.new_zeros(()).expand(*cell.shape, self.padding)
-        parts = [nothing, painted[:, :, :, 0], others.sum(3), patch.flatten(3)] + [others.flatten(3)] * self.by_name
-        x = torch.cat(parts, 3)  # [M, B, N, inputs]
+        nothing = patch.new_zeros(()).expand(*cell.shape, self.padding)
+        x = torch.cat([nothing, own, sum(others), patch.flatten(3), *others * self.by_name], 3)  # [M, B, N, inputs]
         for layer in self.layers:
             x = F.relu(layer(x))
         walls = F.pad(planes[:, :, n], (0, 1), value=1)

@@ -652,6 +652,16 @@ def test_imagination_stops_where_the_ensemble_disagrees():
     assert dream["alive"][:, 1][:, rows].any() and dream["alive"][:, 3][:, ~rows].any()
 
 
+def mislead(world, change):
+    """from now on `world` predicts what `change` makes of its predictions"""
+    honest = world.predict
+
+    def predict(self, *given, **flags):
+        return change(honest(*given, **flags))
+
+    world.__class__ = type("Misled", (type(world),), {"predict": predict})
+
+
 def test_trust_grows_with_the_steps_that_are_right():
     x = experiment(num_envs=16, trust_exact_match=0.9)
     x.env.state.time[::4] = 4  # a quarter of the games end on the way
@@ -661,28 +671,29 @@ def test_trust_grows_with_the_steps_that_are_right():
     assert horizon.tolist() == [4, 4, 4] and all((figures[f"exact_match/{k}"] == 1).all() for k in range(1, 5))
     assert (figures["obs_mse"] == 0).all() and (figures["reward_mse"] == 0).all()
     first = TrueWorld(x.env, w.prey[:, 0])
-    honest = first.predict
-
-    def wrong_from_the_third(board, joint, with_raw=True):
-        p = honest(board, joint, with_raw)
-        return p if len(first.said) < 3 else p._replace(board=1 - p.board)
-
-    first.predict = wrong_from_the_third
+    mislead(first, lambda p: p if len(first.said) < 3 else p._replace(board=1 - p.board))
     horizon, figures = hop.trusted_horizon(x.args, x.env.config, first, w, 4)
     assert horizon.tolist() == [2, 2, 2] and (figures["exact_match/3"] == 0).all()
     half = torch.arange(16) % 2 == 0
     some = TrueWorld(x.env, w.prey[:, 0])
-    correct = some.predict
-    some.predict = lambda *a, **k: (p := correct(*a, **k))._replace(
-        board=torch.where(half.view(1, -1, 1, 1, 1), 1 - p.board, p.board)
-    )
+    mislead(some, lambda p: p._replace(board=torch.where(half.view(1, -1, 1, 1, 1), 1 - p.board, p.board)))
     horizon, figures = hop.trusted_horizon(x.args, x.env.config, some, w, 4)
     assert horizon.tolist() == [0, 0, 0] and (figures["exact_match/1"] == 0.5).all()
     poor = TrueWorld(x.env, w.prey[:, 0])
-    right = poor.predict
-    poor.predict = lambda *a, **k: (p := right(*a, **k))._replace(reward=p.reward + 5)
+    mislead(poor, lambda p: p._replace(reward=p.reward + 5))
     horizon, figures = hop.trusted_horizon(x.args, x.env.config, poor, w, 4)
     assert horizon.tolist() == [0, 0, 0] and (figures["exact_match/4"] == 1).all(), "wrong payoffs are not trusted either"
+
+
+def test_of_many_games_a_thousand_are_measured():
+    x = experiment(num_envs=8, trust_exact_match=0.9)
+    w = hop.Steps(*(y.repeat_interleave(260, 2) for y in play(x, 8)[0]))  # 2080 games
+    world = TrueWorld(x.env, w.prey[:, 0, ::3])
+    wrong = torch.arange(694) % 2 == 0
+    mislead(world, lambda p: p._replace(board=torch.where(wrong.view(1, -1, 1, 1, 1), 1 - p.board, p.board)))
+    _, figures = hop.trusted_horizon(x.args, x.env.config, world, w, 1)
+    valid = hop.present_weight(x.env.config, w.board[:, 0, ::3])
+    torch.testing.assert_close(figures["exact_match/1"], (valid & ~wrong).sum(1) / valid.sum(1))
 
 
 def test_learners_with_one_game_each_are_trusted_together():
@@ -690,8 +701,8 @@ def test_learners_with_one_game_each_are_trusted_together():
     w, _, _ = play(x, 8)
     one = hop.Steps(*(f[:, :, :1] for f in w))
     world = TrueWorld(x.env, one.prey[:, 0])
-    honest, wrong = world.predict, torch.tensor([False, True, False]).view(3, 1, 1, 1, 1)
-    world.predict = lambda *a, **k: (p := honest(*a, **k))._replace(board=torch.where(wrong, 1 - p.board, p.board))
+    wrong = torch.tensor([False, True, False]).view(3, 1, 1, 1, 1)
+    mislead(world, lambda p: p._replace(board=torch.where(wrong, 1 - p.board, p.board)))
     alone, _ = hop.trusted_horizon(x.args, x.env.config, world, one, 1)
     world.said.clear()
     together, _ = hop.trusted_horizon(x.args, x.env.config, world, one, 1, pooled=True)
@@ -917,7 +928,7 @@ def test_figures_are_means_over_the_iterations_that_have_them():
     assert not np.allclose(both["losses/value"], first["losses/value"])
 
 
-def test_on_a_cpu_moa_is_measured_at_every_eighth_step(monkeypatch):
+def test_moa_is_measured_at_every_eighth_step(monkeypatch):
     x, thoughts, think = experiment(num_steps=16), [], hop.think
     monkeypatch.setattr(hop, "think", lambda *given: (thoughts.append(think(*given)), thoughts[-1])[1])
     w, c, _ = play(x, 16)
