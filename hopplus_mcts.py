@@ -963,13 +963,6 @@ def next_action(args: Args, scale: float, edges, value):
     return action, child.gather(-1, action[..., None])[..., 0].long()
 
 
-@functools.cache
-def fused_choice(root: str, puct: float, q_temperature: float, scale: float):
-    """`next_action` in one kernel"""
-    args = Args(root=root, puct=puct, q_temperature=q_temperature)
-    return torch.compile(lambda edges, value: next_action(args, scale, edges, value))
-
-
 def halving_table(actions: int, simulations: int) -> list[list[int]]:
     """[considered, k]: how often an action has been visited that sequential halving visits in simulation k, if it begins with
     so many actions: all of them equally often, then the better half, and so on"""
@@ -1015,72 +1008,102 @@ def plant(args: Args, scale: float, root: Leaf, ended, num_simulations: int) -> 
     return Tree(edges, about, best, follow, room(root.expected), Position(*(room(x) for x in root.position)))
 
 
+class Walk(NamedTuple):
+    """From the root to where a tree grows: edges d = 0 ... depth - 1, some at the end without use"""
+
+    node: torch.Tensor  # int64 [T, depth] where edge d begins
+    action: torch.Tensor  # int64 [T, depth]
+    on: torch.Tensor  # bool [T, depth] the edge is part of the walk
+    about: torch.Tensor  # [T, depth + 1, 3] `Tree.nodes` of the nodes on the way
+    length: torch.Tensor  # int64 [T, 1]
+    last: torch.Tensor  # int64 [T, 1] the last edge
+    parent: torch.Tensor  # int64 [T] where it begins
+    tried: torch.Tensor  # int64 [T] its action
+    fresh: torch.Tensor  # bool [T] it has no child yet
+
+
+def select(tree: Tree, depth: int, allowed) -> Walk:
+    """Follows the pointers `depth` times; nowhere where not allowed, bool [T, 1]"""
+    rows = torch.arange(len(allowed), device=allowed.device)[:, None]
+    steps = [torch.zeros_like(rows)]
+    for _ in range(depth):
+        steps.append(tree.follow.gather(1, steps[-1]))
+    path = torch.cat(steps, 1)  # where the walk is over, its last node again
+    node, after = path[:, :-1], path[:, 1:]
+    moved = torch.cat([torch.ones_like(allowed), node[:, 1:] != node[:, :-1]], 1)
+    about, action = tree.nodes[rows, path], tree.best.gather(1, node)
+    on = moved & (about[:, :-1, 2] == 0) & allowed
+    length = on.sum(1, keepdim=True)
+    last = (length - 1).clamp(min=0)
+    parent, tried = node.gather(1, last)[:, 0], action.gather(1, last)[:, 0]
+    return Walk(node, action, on, about, length, last, parent, tried, on.any(1) & (after.gather(1, last)[:, 0] == parent))
+
+
+def returns_of(gamma: float, walk: Walk, reward, value) -> torch.Tensor:
+    """[T, depth] the return from each edge on, which ends in the new node (reward and value [T]) or in an old one: an end, or
+    the deepest allowed"""
+    depth = walk.on.shape[1]
+    at_new = (torch.arange(depth, device=value.device) == walk.last) & walk.fresh[:, None]
+    paid = torch.where(at_new, reward[:, None], walk.about[:, 1:, 1]) * walk.on
+    end_value = torch.where(walk.fresh, value, walk.about[:, 1:, 0].gather(1, walk.last)[:, 0])
+    powers = gamma ** torch.arange(depth + 1, dtype=value.dtype, device=value.device)
+    ahead = (paid * powers[:-1]).flip(1).cumsum(1).flip(1)
+    return (ahead + powers[walk.length] * end_value[:, None]) / powers[:-1]
+
+
+def reconsider(args: Args, scale: float, tree: Tree, changed, about):
+    """What to try next from the nodes `changed` [T, n], about which `about` [T, n, 3] -> `best` and `follow`"""
+    rows = torch.arange(len(changed), device=changed.device)[:, None]
+    best, child = next_action(args, scale, tree.edges[rows, changed], about[..., 0])
+    return best, torch.where((child > 0) & (about[..., 2] == 0), child, changed)
+
+
 def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, uniform, gumbel, table, tick) -> Tree:
     """Grows trees from `root` with one simulation for each entry of `uniform` [simulations, T, K], from which the co-players'
     actions are drawn, once per edge. advance(position, joint) -> position, reward, ended; evaluate(position) -> Leaf. gumbel
     [T, A] and table (see halving_table): the Gumbel root's. tick(name) is called when a phase is over."""
-    simulations, rows = len(uniform), torch.arange(len(ended), device=ended.device)
-    tree, choose = plant(args, scale, root, ended, simulations), functools.partial(next_action, args, scale)
-    if args.compile and ended.device.type == "cuda":
-        choose = fused_choice(args.root, args.puct, args.q_temperature, scale)
-    dtype, spare, actions, flat = root.value.dtype, simulations + 1, root.logits.shape[1], tree.edges.flatten(1)
+    simulations, rows, one_step = len(uniform), torch.arange(len(ended), device=ended.device), args.planner == "one-step"
+    deepest = 1 if one_step else min(simulations, args.max_depth)
+    stride = math.ceil(deepest / 4) if args.compile else 1  # only four depths, for each is compiled anew
+    parts = (gumbel_action, select, returns_of, reconsider)
+    choose, walk_down, weigh, think_again = (fused(function, args, ended.device) for function in parts)
+    tree = plant(args, scale, root, ended, simulations)
+    spare, actions, flat = simulations + 1, root.logits.shape[1], tree.edges.flatten(1)
     wanted = table[(root.logits > ILLEGAL / 2).sum(1)]  # [T, simulations]
     for k in range(simulations):
-        depth = 1 if args.planner == "one-step" else min(k + 1, args.max_depth)
-        # Select: follow the pointers. An edge is on the path unless the walk is over.
-        if args.planner == "one-step":
+        # Select: each node knows what to try next.
+        if one_step:
             tree.best[:, 0], tree.follow[:, 0] = k, 0
         elif args.root == "gumbel":
-            action = gumbel_action(args, tree.edges[:, 0], tree.nodes[:, 0, 0], gumbel, wanted[:, k])
+            action = choose(args, tree.edges[:, 0], tree.nodes[:, 0, 0], gumbel, wanted[:, k])
             child = tree.edges[:, 0, 3].gather(1, action[:, None])[:, 0].long()
             tree.best[:, 0], tree.follow[:, 0] = action, child
-        steps = [torch.zeros_like(rows)]
-        for _ in range(depth):
-            steps.append(tree.follow.gather(1, steps[-1][:, None])[:, 0])
-        path = torch.stack(steps, 1)  # [T, depth + 1]
-        node, after = path[:, :-1], path[:, 1:]
-        moved = torch.cat([torch.ones_like(node[:, :1], dtype=torch.bool), node[:, 1:] != node[:, :-1]], 1)
-        about = tree.nodes[rows[:, None], path]  # [T, depth + 1, 3]
-        on = moved & (about[:, :-1, 2] == 0)  # [T, depth]
-        action = tree.best.gather(1, node)
-        if args.planner == "one-step":
-            on = on & (root.logits[:, k : k + 1] > ILLEGAL / 2)
-        length = on.sum(1, keepdim=True)
-        last = (length - 1).clamp(min=0)
-        parent, tried = node.gather(1, last)[:, 0], action.gather(1, last)[:, 0]
-        fresh = on.any(1) & (after.gather(1, last)[:, 0] == parent)  # an edge without a child
+        allowed = root.logits[:, k : k + 1] > ILLEGAL / 2 if one_step else torch.ones_like(ended)[:, None]
+        walk = walk_down(tree, min(deepest, stride * (k // stride + 1)), allowed)
         tick("select")
         # Expand: the co-players' actions on this edge, the new position, and what the networks say about it.
-        others = pick(tree.expected[rows, parent], uniform[k])
-        joint = torch.cat([tried[:, None], others], 1)
-        position, reward, over = advance(Position(*(x[rows, parent] for x in tree.position)), joint)
+        others = pick(tree.expected[rows, walk.parent], uniform[k])
+        joint = torch.cat([walk.tried[:, None], others], 1)
+        position, reward, over = advance(Position(*(x[rows, walk.parent] for x in tree.position)), joint)
         tick("expand")
         leaf = evaluate(position)
         for kept, new in zip((*tree.position, tree.expected), (*leaf.position, leaf.expected), strict=True):
             kept[:, k + 1] = new
         tree.edges[:, k + 1, 2] = leaf.logits
-        tree.nodes[:, k + 1] = torch.stack([torch.where(over, 0.0, leaf.value), reward, over.to(dtype)], 1)
+        value = torch.where(over, 0.0, leaf.value)
+        tree.nodes[:, k + 1] = torch.stack([value, reward, over.to(value.dtype)], 1)
         tick("network")
-        # Back up: the return from each edge of the path on, which ends in the new node or in an old one (an end, or the
-        # deepest allowed).
-        is_last = torch.arange(depth, device=rows.device) == last
-        at_new = is_last & fresh[:, None]
-        paid = torch.where(at_new, reward[:, None], about[:, 1:, 1]) * on
-        end_value = torch.where(fresh, tree.nodes[:, k + 1, 0], about[:, 1:, 0].gather(1, last)[:, 0])
-        powers = args.gamma ** torch.arange(depth + 1, dtype=dtype, device=rows.device)
-        ahead = (paid * powers[:-1]).flip(1).cumsum(1).flip(1)
-        returns = (ahead + (powers[length] * end_value[:, None])) / powers[:-1]
-        slot = torch.where(on, node, spare)
-        place = slot * 4 * actions + action
+        # Back up: returns to the edges of the walk, and what to try next from the nodes that have changed and the new one.
+        returns, slot = weigh(args.gamma, walk, reward, value), torch.where(walk.on, walk.node, spare)
+        place = slot * 4 * actions + walk.action
         flat.scatter_add_(1, torch.cat([place, place + actions], 1), torch.cat([torch.ones_like(returns), returns], 1))
-        place = torch.where(fresh, parent, spare) * 4 * actions + 3 * actions + tried
+        place = torch.where(walk.fresh, walk.parent, spare) * 4 * actions + 3 * actions + walk.tried
         flat.scatter_(1, place[:, None], k + 1)
-        # What to try next from the nodes that have changed, and from the new one
         changed = torch.cat([slot, torch.full_like(rows[:, None], k + 1)], 1)
-        about = torch.cat([about[:, :-1], tree.nodes[:, k + 1 : k + 2]], 1)
-        best, child = choose(tree.edges[rows[:, None], changed], about[..., 0])
+        about = torch.cat([walk.about[:, :-1], tree.nodes[:, k + 1 : k + 2]], 1)
+        best, follow = think_again(args, scale, tree, changed, about)
         tree.best.scatter_(1, changed, best)
-        tree.follow.scatter_(1, changed, torch.where((child > 0) & (about[..., 2] == 0), child, changed))
+        tree.follow.scatter_(1, changed, follow)
         tick("backup")
     return tree
 

@@ -1,6 +1,7 @@
 """How fast do the trees of hopplus_mcts.py grow, with nothing in them but a small network?
 
     python benchmarks/search.py                          # on the GPU if there is one
+    python benchmarks/search.py --no-compile             # without torch.compile, which takes a minute or two at the start
     python benchmarks/search.py --trees 256 --repeats 3
 
 The model is an MLP 128-128 whose hidden vector is the position, as in mctx's own comparison (`shared/figures.md`): what is
@@ -31,13 +32,15 @@ class Args:
     """of the network"""
     repeats: int = 20
     """searches to take the median of"""
+    compile: bool = True
+    """on a GPU: fuse the network and, as hopplus_mcts.py --compile does, parts of the search"""
     device: str = "auto"
     """auto, cpu or cuda"""
 
 
 def measure(args: Args, root: str, trees: int, device) -> float:
     """median seconds of one search of all trees"""
-    search_args = hop.resolved(hop.Args(root=root, device=device.type, max_depth=args.simulations))
+    search_args = hop.resolved(hop.Args(root=root, device=device.type, max_depth=args.simulations, compile=args.compile))
     generator = torch.Generator(device).manual_seed(1)
 
     def weights(inputs, outputs):
@@ -49,14 +52,23 @@ def measure(args: Args, root: str, trees: int, device) -> float:
     nothing, never = start[:, :0], torch.zeros(trees, dtype=torch.bool, device=device)
     table = hop.halving(args.simulations, device)
 
+    def judge(board):
+        out = board @ heads
+        return out[:, :NUM_ACTIONS].log_softmax(1), out[:, -2]
+
+    def move(board, action):
+        x = torch.relu(torch.cat([board, eye[action]], 1) @ first)
+        x = torch.relu(x @ second)
+        return x, x[:, 0] * 0.01
+
+    judge, move = (hop.fused(function, search_args, device) for function in (judge, move))
+
     def evaluate(position):
-        out = position.board @ heads
-        return hop.Leaf(out[:, :NUM_ACTIONS].log_softmax(1), out[:, -2], nothing.view(trees, 0, NUM_ACTIONS), position)
+        return hop.Leaf(*judge(position.board), nothing.view(trees, 0, NUM_ACTIONS), position)
 
     def advance(position, joint):
-        x = torch.relu(torch.cat([position.board, eye[joint[:, 0]]], 1) @ first)
-        x = torch.relu(x @ second)
-        return position._replace(board=x), x[:, 0] * 0.01, never
+        board, reward = move(position.board, joint[:, 0])
+        return position._replace(board=board), reward, never
 
     def search():
         uniform = torch.rand(args.simulations, trees, 0, generator=generator, device=device)

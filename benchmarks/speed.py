@@ -27,7 +27,7 @@ import hopplus_ppo
 from stag_hunt_env import NUM_ACTIONS, command_line, parse, resolve_device
 
 SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts}
-PPO, LARGE = "--compile --method ppo --num-envs", "--compile --num-envs 4096 --ppo-real-ratio 0.5"
+PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
 CASES = {  # name: (script, flags)
     "cuda": {
         "PPO 64-64, 16384 games": ("ppo", f"{PPO} 16384 --policy-hidden 64"),
@@ -38,12 +38,12 @@ CASES = {  # name: (script, flags)
         "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
         "HOP+, defaults": ("ppo", ""),
         "HOP+, defaults, compiled": ("ppo", "--compile"),
-        "HOP+, 4096 games, half real": ("ppo", LARGE),
-        "HOP+, 4096 games, half real, bf16": ("ppo", f"{LARGE} --precision bf16"),
-        "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024"),
-        "PPO, 1024 games, 16 seeds": ("ppo", f"{PPO} 1024 --num-seeds 16"),
-        "HOP+, 1024 games, 1 seed": ("ppo", "--num-envs 1024 --ppo-real-ratio 0.5"),
-        "HOP+, 1024 games, 16 seeds": ("ppo", "--num-envs 1024 --ppo-real-ratio 0.5 --num-seeds 16"),
+        "HOP+, 4096 games, half real, bf16": ("ppo", f"{LARGE} 4096"),
+        "HOP+, 16384 games, half real, bf16": ("ppo", f"{LARGE} 16384"),
+        "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024 --precision bf16"),
+        "PPO, 1024 games, 16 seeds": ("ppo", f"{PPO} 1024 --precision bf16 --num-seeds 16"),
+        "HOP+, 1024 games, 1 seed": ("ppo", f"{LARGE} 1024"),
+        "HOP+, 1024 games, 16 seeds": ("ppo", f"{LARGE} 1024 --num-seeds 16"),
         "HOP+ MCTS, defaults": ("mcts", ""),
     },
     "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
