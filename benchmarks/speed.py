@@ -32,7 +32,6 @@ CASES = {  # name: (script, flags)
     "cuda": {
         "PPO 64-64, 16384 games": ("ppo", f"{PPO} 16384 --policy-hidden 64"),
         "PPO 64-64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
-        "PPO 128-128, 16384 games": ("ppo", f"{PPO} 16384"),
         "PPO 128-128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
         "PPO, defaults": ("ppo", "--method ppo"),
         "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
