@@ -42,6 +42,7 @@ def measure(args: Args, root: str, trees: int, device) -> float:
     """median seconds of one search of all trees"""
     search_args = hop.resolved(hop.Args(root=root, device=device.type, max_depth=args.simulations, compile=args.compile))
     generator = torch.Generator(device).manual_seed(1)
+    torch._dynamo.reset()  # else the fifth size is no longer compiled
 
     def weights(inputs, outputs):
         return torch.randn(inputs, outputs, generator=generator, device=device) / inputs**0.5

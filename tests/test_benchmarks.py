@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import dashboard
 import experiments
+import search
 import speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +44,15 @@ def test_speed(script, flags, tmp_path):
     assert 0.5 < sum(stages) / row["iteration_ms"] < 1.2 and row["game_only_env_steps_per_s"] > row["env_steps_per_s"]
     (line,) = csv.DictReader((tmp_path / "own.csv").open())
     assert float(line["iteration_ms"]) == row["iteration_ms"] and line["flags"] == args.flags
+
+
+def test_time_in_which_two_kernels_run_counts_once():
+    assert speed.covered([(5, 7), (0, 2), (1, 3), (6, 6.5), (8, 8)]) == 5 and speed.covered([]) == 0
+
+
+def test_search_speed():
+    rates = search.main(search.Args(trees=(4, 8), simulations=4, width=8, repeats=1, device="cpu"))
+    assert list(rates) == ["puct/4", "puct/8", "gumbel/4", "gumbel/8"] and min(rates.values()) > 0
 
 
 def understood(script, flags):
