@@ -48,12 +48,22 @@ CASES = {  # name: (script, flags)
     "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
 }
 GROWTH = {  # what grows: (script, flags, values)
-    "games": ("ppo", "--num-envs", (256, 1024, 4096)),
-    "board height": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
-    "players": ("ppo", "--num-envs 1024 --num-players", (2, 4, 6)),
-    "seeds": ("ppo", "--num-seeds", (1, 4, 16)),
-    "imagination horizon": ("ppo", "--imagination-horizon", (2, 8, 32)),
-    "simulations": ("mcts", "--num-simulations", (4, 16, 32)),
+    "cuda": {
+        "games": ("ppo", "--num-envs", (256, 1024, 4096)),
+        "board height": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
+        "players": ("ppo", "--num-envs 1024 --num-players", (2, 4, 6)),
+        "seeds": ("ppo", "--num-seeds", (1, 4, 16)),
+        "imagination horizon": ("ppo", "--imagination-horizon", (2, 8, 32)),
+        "simulations": ("mcts", "--num-simulations", (4, 16, 32)),
+    },
+    "cpu": {
+        "games": ("ppo", "--num-envs", (32, 128, 512)),
+        "board height": ("ppo", "--width 8 --height", (4, 6, 8)),
+        "players": ("ppo", "--num-players", (2, 4, 6)),
+        "seeds": ("ppo", "--num-seeds", (1, 2, 4)),
+        "imagination horizon": ("ppo", "--imagination-horizon", (2, 5, 16)),
+        "simulations": ("mcts", "--num-simulations", (4, 8, 16)),
+    },
 }
 
 
@@ -162,8 +172,12 @@ def main(args: Args) -> list[dict]:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
     if args.cases == "growth" and args.flags is None:
-        cases = {f"{what} {v}": (script, f"{flags} {v}") for what, (script, flags, values) in GROWTH.items() for v in values}
+        grown = GROWTH[device.type].items()
+        cases = {f"{what} {v}": (script, f"{flags} {v}") for what, (script, flags, values) in grown for v in values}
+    names = ", ".join(cases)
     cases = {case: given for case, given in cases.items() if case.startswith(args.only)}
+    if not cases:
+        raise ValueError(f"--only {args.only}: no case begins so; there are {names}")
     print(f"{name}, torch {torch.__version__}; medians of {args.repeats} iterations after warm-up")
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():
@@ -182,21 +196,23 @@ def main(args: Args) -> list[dict]:
             writer.writeheader()
             writer.writerows(rows)
     if args.cases == "growth" and args.flags is None:
-        draw(folder, rows)
+        draw(folder, rows, GROWTH[device.type])
     print(f"table in {folder}")
     return rows
 
 
-def draw(folder: Path, rows: list[dict]) -> None:
+def draw(folder: Path, rows: list[dict], series: dict[str, tuple]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(GROWTH), figsize=(2.6 * len(GROWTH), 2.6))
-    for axis, (what, (_, _, values)) in zip(axes, GROWTH.items(), strict=True):
-        own = [row for row in rows if row["case"].startswith(f"{what} ")]
-        axis.plot(values, [row["iteration_ms"] for row in own], "o-")
+    times = {row["case"]: row["iteration_ms"] for row in rows}
+    shown = {what: values for what, (_, _, values) in series.items() if f"{what} {values[-1]}" in times}
+    figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.6), squeeze=False)
+    axes = axes[0]
+    for axis, (what, values) in zip(axes, shown.items(), strict=True):
+        axis.plot(values, [times[f"{what} {value}"] for value in values], "o-")
         axis.set(xscale="log", yscale="log", xlabel=what, xticks=values, xticklabels=values)
         axis.minorticks_off()
     axes[0].set_ylabel("ms an iteration")

@@ -31,6 +31,8 @@ SCRIPTS = {
     "pretrain_vae.py": pretrain_vae,
     "pretrain_world_model.py": pretrain_world_model,
 }
+MEASURED = ("agent_steps_per_s", "iteration_ms", "collect_ms", "ready_s")
+MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --hidden 8 --policy-hidden 16"
 
 
@@ -44,6 +46,21 @@ def test_speed(script, flags, tmp_path):
     assert 0.5 < sum(stages) / row["iteration_ms"] < 1.2 and row["game_only_env_steps_per_s"] > row["env_steps_per_s"]
     (line,) = csv.DictReader((tmp_path / "own.csv").open())
     assert float(line["iteration_ms"]) == row["iteration_ms"] and line["flags"] == args.flags
+
+
+@pytest.mark.parametrize(("only", "series"), [("", 6), ("seeds", 1)])
+def test_growth(only, series, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda hop, flags, *_: dict.fromkeys(MEASURED, float(flags.split()[-1])))
+    rows = speed.main(speed.Args(cases="growth", only=only, device="cpu", folder=str(tmp_path)))
+    assert len(rows) == 3 * series and (tmp_path / "growth.png").exists()
+    lines = list(csv.DictReader((tmp_path / "growth.csv").open()))
+    assert [line["case"] for line in lines][:2] == (["seeds 1", "seeds 2"] if only else ["games 32", "games 128"])
+    assert all(float(line["iteration_ms"]) == float(line["case"].split()[-1]) for line in lines)
+
+
+def test_a_case_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"--only POP: no case begins so; there are PPO, defaults, HOP\+, defaults"):
+        speed.main(speed.Args(only="POP", device="cpu", folder=str(tmp_path)))
 
 
 def test_time_in_which_two_kernels_run_counts_once():
@@ -62,7 +79,7 @@ def understood(script, flags):
 def test_all_flags_of_all_cases_are_understood():
     for script, flags in [*speed.CASES["cuda"].values(), *speed.CASES["cpu"].values()]:
         understood(f"hopplus_{script}.py", flags)
-    for script, flags, values in speed.GROWTH.values():
+    for script, flags, values in [*speed.GROWTH["cuda"].values(), *speed.GROWTH["cpu"].values()]:
         understood(f"hopplus_{script}.py", f"{flags} {values[0]}")
     for _, runs, _ in experiments.SECTIONS.values():
         for run in runs.values():
