@@ -247,6 +247,19 @@ def test_trees_are_those_of_the_plain_search(root, board, max_depth, trees, simu
     compare(args, model, Roots(model, 210 // trees, trees, simulations, seed=simulations + max_depth), simulations)
 
 
+@pytest.mark.parametrize(("root", "max_depth"), [("puct", 32), ("gumbel", 32), ("puct", 5)])
+def test_walks_longer_than_need_be_change_nothing(root, max_depth):
+    """--compile walks to one of four depths"""
+    model, found = Model(BOARDS["4x4"]), []
+    roots = Roots(model, 60, 1, 18, seed=4)
+    for compiled in (False, True):
+        args = args_of(root=root, max_depth=max_depth, gamma=0.9, q_temperature=1.0, compile=compiled)
+        found.append(grow(args, model, roots))
+    one, other = (part for tree in found for part in [(tree.edges, tree.nodes, tree.best, tree.follow)])
+    assert all(torch.equal(a[:, :-1], b[:, :-1]) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(found[0].edges[:, -1], found[1].edges[:, -1]), "the spare node is visited more often"
+
+
 def compare(args, model, roots, simulations):
     settings, trees = settings_of(args, model.config), args.num_trees
     tree = grow(args, model, roots)
