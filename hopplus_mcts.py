@@ -1051,11 +1051,11 @@ def returns_of(gamma: float, walk: Walk, reward, value) -> torch.Tensor:
     return (ahead + powers[walk.length] * end_value[:, None]) / powers[:-1]
 
 
-def reconsider(args: Args, scale: float, tree: Tree, changed, about):
-    """What to try next from the nodes `changed` [T, n], about which `about` [T, n, 3] -> `best` and `follow`"""
+def reconsider(args: Args, scale: float, tree: Tree, changed, value):
+    """What to try next from the nodes `changed` [T, n], which have value [T, n] -> `best` and `follow`"""
     rows = torch.arange(len(changed), device=changed.device)[:, None]
-    best, child = next_action(args, scale, tree.edges[rows, changed], about[..., 0])
-    return best, torch.where((child > 0) & (about[..., 2] == 0), child, changed)
+    best, child = next_action(args, scale, tree.edges[rows, changed], value)
+    return best, torch.where(child > 0, child, changed)
 
 
 def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, uniform, gumbel, table, tick) -> Tree:
@@ -1100,8 +1100,7 @@ def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, unifo
         place = torch.where(walk.fresh, walk.parent, spare) * 4 * actions + 3 * actions + walk.tried
         flat.scatter_(1, place[:, None], k + 1)
         changed = torch.cat([slot, torch.full_like(rows[:, None], k + 1)], 1)
-        about = torch.cat([walk.about[:, :-1], tree.nodes[:, k + 1 : k + 2]], 1)
-        best, follow = think_again(args, scale, tree, changed, about)
+        best, follow = think_again(args, scale, tree, changed, torch.cat([walk.about[:, :-1, 0], value[:, None]], 1))
         tree.best.scatter_(1, changed, best)
         tree.follow.scatter_(1, changed, follow)
         tick("backup")

@@ -928,6 +928,28 @@ def test_figures_are_means_over_the_iterations_that_have_them():
     assert not np.allclose(both["losses/value"], first["losses/value"])
 
 
+def test_pretraining_learns_from_the_games_that_it_watches(monkeypatch):
+    seen, rolled, train, rollout = [], [], hop.train_subgoals, hop.rollout
+
+    def watch(*given, **options):
+        rolled.append(rollout(*given, **options))
+        return rolled[-1]
+
+    def note(args, env, nets, optimiser, sources, *given, **options):
+        (replay, share), newest = sources[0], rolled[-1][0]
+        slot = (int(replay.pushed) - 1) % args.replay_rollouts
+        same = all(torch.equal(kept[slot], new) for kept, new in zip(replay.steps, newest, strict=True))
+        seen.append((int(replay.pushed), share, same))
+        return train(args, env, nets, optimiser, sources, *given, **options)
+
+    monkeypatch.setattr(hop, "rollout", watch)
+    monkeypatch.setattr(hop, "train_subgoals", note)
+    _, games, _ = hop.pretrain(args_of(pretraining_updates=20), [1], CPU)
+    assert seen == [(1 + number // 10, 1.0, True) for number in range(20)]
+    last = torch.stack([steps.joint for steps, *_ in rolled[-len(games.done) :]])
+    assert torch.equal(games.joint, last.unflatten(3, (3, -1)).movedim(3, 2).flatten(1, 2)[:, :, :, :256])
+
+
 def test_moa_is_measured_at_every_eighth_step(monkeypatch):
     x, thoughts, think = experiment(num_steps=16), [], hop.think
     monkeypatch.setattr(hop, "think", lambda *given: (thoughts.append(think(*given)), thoughts[-1])[1])
