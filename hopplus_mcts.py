@@ -132,10 +132,11 @@ class Args:
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = False
-    """on a GPU: fuse the game's step, the models, the choice within the trees and PPO's loss with torch.compile; takes up to
-    a minute at the start, for long runs"""
+    """on a GPU: fuse the game's step, policy, models, most of the search and PPO's loss with torch.compile; takes a minute
+    or two at the start, for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; in bfloat16 (but the models learn in tf32)"""
+    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; in bfloat16 where learners act and imagine
+    and PPO learns (the models learn in tf32)"""
     total_steps: int | None = None
     """env steps per seed (None: 600 000 on a GPU, 80 000 on a CPU; methods without search 2 million and
     250 000)"""
@@ -343,12 +344,21 @@ class StackedLinear(nn.Module):
 
     def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
-            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
-            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
-        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
+        result = in_parts(rows, weight, bias) if x.is_cuda else torch.baddbmm(bias, rows, weight)
+        return result.view(*x.shape[:-1], -1)
+
+
+def in_parts(rows, weight, bias):
+    """rows [M, n, in] @ weight [M, in, out] + bias, for a GPU: as one long sum for each model, the weights' gradient would
+    leave most of it idle"""
+    (m, n, _), outputs = rows.shape, weight.shape[2]
+    parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
+    if padding(outputs):
+        weight, bias = (F.pad(x, (0, padding(outputs))) for x in (weight, bias))
+    if parts > 1:
+        rows = rows.reshape(m * parts, n // parts, -1)
+        weight, bias = (x.repeat_interleave(parts, 0) for x in (weight, bias))
+    return (rows @ weight + bias).view(m, n, -1)[..., :outputs]
 
 
 def padding(size: int) -> int:
@@ -1064,7 +1074,7 @@ def search(args: Args, scale: float, root: Leaf, ended, advance, evaluate, unifo
     [T, A] and table (see halving_table): the Gumbel root's. tick(name) is called when a phase is over."""
     simulations, rows, one_step = len(uniform), torch.arange(len(ended), device=ended.device), args.planner == "one-step"
     deepest = 1 if one_step else min(simulations, args.max_depth)
-    stride = math.ceil(deepest / 4) if args.compile else 1  # only four depths, for each is compiled anew
+    stride = math.ceil(deepest / 4) if args.compile else 1  # four depths: each is compiled anew
     parts = (gumbel_action, select, returns_of, reconsider)
     choose, walk_down, weigh, think_again = (fused(function, args, ended.device) for function in parts)
     tree = plant(args, scale, root, ended, simulations)
@@ -2141,6 +2151,7 @@ def fused(function, args: Args, device):
 
 @functools.cache
 def compiled(function):
+    torch._dynamo.config.recompile_limit = 64  # per function; else it would go on uncompiled after 8 shapes
     return torch.compile(function, dynamic=False)
 
 
@@ -2148,7 +2159,7 @@ def side_by_side(one, other, device) -> tuple:
     """The results of two functions. On a GPU they may run at the same time: neither reads what the other changes."""
     if device.type == "cpu" or dist.is_initialized():  # ranks average their gradients one after the other
         return one(), other()
-    here, beside = torch.cuda.current_stream(), second_stream(device)
+    here, beside = torch.cuda.current_stream(device), second_stream(device)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         first = one()
@@ -3340,7 +3351,7 @@ def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clips the gradient of each of the M stacked models by its own norm; returns the norms [M]."""
-    norms = torch.stack([p.grad.flatten(1).square().sum(1) for p in parameters]).sum(0).sqrt()
+    norms = torch.cat([p.grad.flatten(1) for p in parameters], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for p in parameters:
         p.grad.mul_(factor.view(-1, *[1] * (p.dim() - 1)))

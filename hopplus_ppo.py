@@ -119,10 +119,11 @@ class Args:
     cudagraphs: bool = True
     """on a GPU: replay whole iterations as CUDA graphs"""
     compile: bool = False
-    """on a GPU: fuse the game's step, the models and PPO's loss with torch.compile; takes up to a minute at
-    the start, for long runs"""
+    """on a GPU: fuse the game's step, policy, models and PPO's loss with torch.compile; takes up to a minute at the start,
+    for long runs"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; in bfloat16 (but the models learn in tf32)"""
+    """on a GPU: products of matrices in float32; with inputs rounded to 10 bits; in bfloat16 where learners act and imagine
+    and PPO learns (the models learn in tf32)"""
     total_steps: int | None = None
     """env steps per seed (None: 2 million on a GPU, 250 000 on a CPU, there 400 000 for --method ppo)"""
     num_envs: int | None = None
@@ -298,12 +299,21 @@ class StackedLinear(nn.Module):
 
     def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
-            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
-            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
-        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
+        result = in_parts(rows, weight, bias) if x.is_cuda else torch.baddbmm(bias, rows, weight)
+        return result.view(*x.shape[:-1], -1)
+
+
+def in_parts(rows, weight, bias):
+    """rows [M, n, in] @ weight [M, in, out] + bias, for a GPU: as one long sum for each model, the weights' gradient would
+    leave most of it idle"""
+    (m, n, _), outputs = rows.shape, weight.shape[2]
+    parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
+    if padding(outputs):
+        weight, bias = (F.pad(x, (0, padding(outputs))) for x in (weight, bias))
+    if parts > 1:
+        rows = rows.reshape(m * parts, n // parts, -1)
+        weight, bias = (x.repeat_interleave(parts, 0) for x in (weight, bias))
+    return (rows @ weight + bias).view(m, n, -1)[..., :outputs]
 
 
 def padding(size: int) -> int:
@@ -879,7 +889,7 @@ class Choices(NamedTuple):
     legal: torch.Tensor
     log_probs: torch.Tensor  # [..., 7]
     value: torch.Tensor  # [M, T + 1, E]
-    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions at every 8th step
+    expected: torch.Tensor  # [..., K, 7] MOA's probabilities of the co-players' actions (every 8th step)
     truth: torch.Tensor  # [..., K, 7] their own
     bayes: torch.Tensor  # [..., K, 7] the best guess from their past (learners: their own)
 
@@ -1683,6 +1693,7 @@ def fused(function, args: Args, device):
 
 @functools.cache
 def compiled(function):
+    torch._dynamo.config.recompile_limit = 64  # per function; else it would go on uncompiled after 8 shapes
     return torch.compile(function, dynamic=False)
 
 
@@ -1690,7 +1701,7 @@ def side_by_side(one, other, device) -> tuple:
     """The results of two functions. On a GPU they may run at the same time: neither reads what the other changes."""
     if device.type == "cpu" or dist.is_initialized():  # ranks average their gradients one after the other
         return one(), other()
-    here, beside = torch.cuda.current_stream(), second_stream(device)
+    here, beside = torch.cuda.current_stream(device), second_stream(device)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         first = one()
@@ -2745,7 +2756,7 @@ def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clips the gradient of each of the M stacked models by its own norm; returns the norms [M]."""
-    norms = torch.stack([p.grad.flatten(1).square().sum(1) for p in parameters]).sum(0).sqrt()
+    norms = torch.cat([p.grad.flatten(1) for p in parameters], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for p in parameters:
         p.grad.mul_(factor.view(-1, *[1] * (p.dim() - 1)))

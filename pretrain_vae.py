@@ -122,12 +122,21 @@ class StackedLinear(nn.Module):
 
     def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
         rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if x.is_cuda:  # in parts: as one long sum for each model, the weights' gradient would leave most of a GPU idle
-            parts = math.gcd(rows.shape[1], 1 << max(1, rows.shape[1] // 1024).bit_length() - 1)
-            rows, outputs = rows.unflatten(1, (parts, -1)).flatten(0, 1), weight.shape[2]
-            weight, bias = (F.pad(y, (0, padding(outputs))).repeat_interleave(parts, 0) for y in (weight, bias))
-            return (rows @ weight + bias).view(*x.shape[:-1], -1)[..., :outputs]
-        return torch.baddbmm(bias, rows, weight).view(*x.shape[:-1], -1)
+        result = in_parts(rows, weight, bias) if x.is_cuda else torch.baddbmm(bias, rows, weight)
+        return result.view(*x.shape[:-1], -1)
+
+
+def in_parts(rows, weight, bias):
+    """rows [M, n, in] @ weight [M, in, out] + bias, for a GPU: as one long sum for each model, the weights' gradient would
+    leave most of it idle"""
+    (m, n, _), outputs = rows.shape, weight.shape[2]
+    parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
+    if padding(outputs):
+        weight, bias = (F.pad(x, (0, padding(outputs))) for x in (weight, bias))
+    if parts > 1:
+        rows = rows.reshape(m * parts, n // parts, -1)
+        weight, bias = (x.repeat_interleave(parts, 0) for x in (weight, bias))
+    return (rows @ weight + bias).view(m, n, -1)[..., :outputs]
 
 
 def padding(size: int) -> int:
@@ -801,7 +810,7 @@ def draw(folder: Path, table: dict, picture: dict, curves: list[dict], probes: d
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clips the gradient of each of the M stacked models by its own norm; returns the norms [M]."""
-    norms = torch.stack([p.grad.flatten(1).square().sum(1) for p in parameters]).sum(0).sqrt()
+    norms = torch.cat([p.grad.flatten(1) for p in parameters], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for p in parameters:
         p.grad.mul_(factor.view(-1, *[1] * (p.dim() - 1)))

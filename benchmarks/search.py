@@ -6,7 +6,7 @@
 
 The model is an MLP 128-128 whose hidden vector is the position, as in mctx's own comparison (`shared/figures.md`): what is
 measured is the search. With the game, MOA and subgoals in it: `python hopplus_mcts.py --profile --num-envs 4096 --num-trees 1
---num-simulations 32 --search-model env`.
+--num-simulations 32 --search-model env --compile --precision bf16`.
 """
 
 import dataclasses
@@ -42,7 +42,6 @@ def measure(args: Args, root: str, trees: int, device) -> float:
     """median seconds of one search of all trees"""
     search_args = hop.resolved(hop.Args(root=root, device=device.type, max_depth=args.simulations, compile=args.compile))
     generator = torch.Generator(device).manual_seed(1)
-    torch._dynamo.reset()  # else the fifth size is no longer compiled
 
     def weights(inputs, outputs):
         return torch.randn(inputs, outputs, generator=generator, device=device) / inputs**0.5

@@ -155,8 +155,9 @@ def busy(function) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         function()
         torch.cuda.synchronize()
-    kernels = (event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return covered([(event.time_range.start, event.time_range.end) for event in kernels]) / 1e6
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [event.time_range for event in found.events() if event.device_type == cuda and not event.is_user_annotation]
+    return covered([(span.start, span.end) for span in kernels]) / 1e6
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

@@ -15,6 +15,8 @@ import torch
 from helpers import PRETRAINING_CASES, lines_of, mixed_actions, parts_of, random_kinds, same_tree, seeded, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hopplus_ppo as hop
 import pretrain_vae as vae
@@ -1539,16 +1541,124 @@ def test_encoders_add_up_players_and_take_the_largest_of_prey(stags, learning):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# On a GPU
+# On a GPU, and what can be checked of it without one
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 7), (1000, 16), (3000, 1), (4096, 7)])
+def test_products_in_parts_are_the_same(rows, outputs):
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+    layer, found = hop.StackedLinear(generators, 12, outputs).double(), []
+    x = torch.randn(3, rows, 12, generator=generators[0], dtype=torch.float64)
+    for product in (hop.in_parts, lambda rows, weight, bias: rows @ weight + bias):
+        out = product(x, layer.weight, layer.bias)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (layer.weight, layer.bias))))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(layer(x.unflatten(1, (rows, 1))).squeeze(2), found[0][0])
+
+
+class Touched(TorchDispatchMode):
+    """which memory is read and which is written"""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.written, self.kept = set(), set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, function._schema
+        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)]
+        out = function(*args, **kwargs)
+        is_view = all(r.alias_info for r in schema.returns) and not any(
+            a.alias_info and a.alias_info.is_write for a in schema.arguments
+        )
+        for argument, value in zip(schema.arguments, given, strict=True):
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and not is_view:
+                    writes = argument.alias_info is not None and argument.alias_info.is_write
+                    (self.written if writes else self.read).add(tensor.untyped_storage().data_ptr())
+        self.kept += [
+            x.untyped_storage() for x in tree_leaves((given, out)) if isinstance(x, torch.Tensor)
+        ]  # no address twice
+        return out
+
+
+BAYES = {"subgoals": "bayes", "goal_kind": "discrete", "num_goals": 2}
+
+
+@pytest.mark.parametrize("changes", [{}, {"subgoals": "hindsight"}, {"wm_head": "pixel"}, BAYES])
+def test_what_trains_side_by_side_shares_nothing_that_changes(changes, monkeypatch):
+    """On a GPU the two run on two streams."""
+    x, found = experiment(rehearsed=4, **changes), []
+    x.rehearsed.pushed.fill_(x.args.replay_rollouts)
+    hop.iterate(x, True, True)
+
+    def one_by_one(one, other, device):
+        results = []
+        for function in (one, other):
+            with Touched() as touched:
+                results.append(function())
+            found.append(touched)
+        return tuple(results)
+
+    monkeypatch.setattr(hop, "side_by_side", one_by_one)
+    kept = {t.untyped_storage().data_ptr() for t in hop.changing(x).values() if t.numel()}
+    hop.learn_models(x, True, True)
+    world, subgoals = found
+    assert not world.written & kept & (subgoals.read | subgoals.written)
+    assert not subgoals.written & kept & (world.read | world.written)
+    weights = [{p.untyped_storage().data_ptr() for p in net.parameters()} for net in (x.nets.world, x.nets.models.moa)]
+    assert weights[0] <= world.written and weights[1] <= subgoals.written
+    assert x.replay.steps.board.untyped_storage().data_ptr() in world.read & subgoals.read
+
+
+def test_pretraining_keeps_what_a_captured_graph_writes_over(monkeypatch):
+    def in_place(function, generators, use):
+        kept = []
+
+        def call():
+            result = function()
+            if not kept:
+                kept.append(result)
+            for old, new in zip(tree_leaves(kept[0]), tree_leaves(result), strict=True):
+                if isinstance(new, torch.Tensor):
+                    old.copy_(new)
+            return kept[0]
+
+        return call
+
+    args, found = args_of(pretraining_updates=20, num_seeds=2), []
+    for graphed in (hop.graphed, in_place):
+        monkeypatch.setattr(hop, "graphed", graphed)
+        found.append(hop.pretrain(args, [1, 2], CPU))
+    (weights, games, figures), (others, same_games, same_figures) = found
+    assert same_tree(weights, others) and figures == same_figures
+    assert all(torch.equal(a, b) for a, b in zip(games, same_games, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"wm_head": "pixel"}, {"goal_kind": "discrete"}, {"subgoals": "none"}, BAYES])
+def test_bfloat16_stays_inside(changes, monkeypatch):
+    """What acts and imagines in it hands on the same types as without."""
+    found = []
+    for on in (False, True):
+        cast = torch.autocast("cpu", torch.bfloat16, on, cache_enabled=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(hop, "fused", lambda f, args, device, cast=cast: f if f is hop.ppo_loss else cast(f))
+            patch.setattr(torch, "baddbmm", lambda bias, rows, weight: hop.in_parts(rows, weight, bias))  # as on a GPU
+            x = experiment(rehearsed=4, trust=False, **changes)
+            x.rehearsed.pushed.fill_(x.args.replay_rollouts)
+            found.append((hop.iterate(x, True, True)[1], hop.changing(x)))
+    assert [t.dtype for t in tree_leaves(found[0])] == [t.dtype for t in tree_leaves(found[1])]
+    values = [last["real"]["value"] for last, _ in found]
+    assert not torch.equal(*values), "rounded"
+    torch.testing.assert_close(*values, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("method", ["ppo", "hopplus"])
-def test_captured_iterations_equal_eager_ones(method, tmp_path, no_pictures):
+@pytest.mark.parametrize(("method", "precision"), [("ppo", "tf32"), ("hopplus", "tf32"), ("hopplus", "bf16")])
+def test_captured_iterations_equal_eager_ones(method, precision, tmp_path, no_pictures):
     found = []
     for cudagraphs in (False, True):
         flags = {"device": "cuda", "cudagraphs": cudagraphs, "method": method, "total_steps": 6 * 32, "subgoal_period": 2}
-        figures = run(tmp_path / str(cudagraphs), **flags)
+        figures = run(tmp_path / str(cudagraphs), precision=precision, **flags)
         found.append(torch.load(figures["checkpoint"], weights_only=True)["tensors"])
     for key in ("nets", "carry", "replay", "rehearsed", "env"):
         assert same_tree(found[0][key], found[1][key]), key

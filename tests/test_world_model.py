@@ -281,6 +281,29 @@ def test_two_hunters_differ_from_one():
     assert torch.allclose(swapped[3], payoff[3], atol=1e-4), "who of two equal players hunts does not matter"
 
 
+@pytest.mark.parametrize("strengths", [None, (1.0, 2.0, 3.0)])
+def test_each_player_sees_who_does_what_around_it(strengths):
+    config = Config(num_players=3, strengths=strengths)
+    model, seen = random_model(config, 2, models=1), []
+    model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    generator = seeded(5)
+    boards = [[5, 0, 15], [5, None, 6], [5, 5, 0], [None, 5, 6], *torch.randint(16, (40, 3), generator=generator).tolist()]
+    joint = torch.randint(7, (len(boards), 3), generator=generator)
+    model(torch.stack([board_of(config, cells, [(True, 5)]) for cells in boards])[None], joint[None])
+    for cells, actions, found in zip(boards, joint.tolist(), seen[0], strict=True):
+        for own in range(3):
+            painted = torch.zeros(3, 3, 3, 7)  # [player in own's order, row, column, action]
+            for k, other in enumerate((own + shift) % 3 for shift in range(3)):
+                if cells[own] is None or cells[other] is None:
+                    continue
+                down, right = (a - b for a, b in zip(divmod(cells[other], 4), divmod(cells[own], 4), strict=True))
+                if abs(down) <= 1 and abs(right) <= 1:
+                    painted[k, down + 1, right + 1, actions[other]] = 1
+            parts = [painted[0], painted[1:].sum(0)]
+            assert torch.equal(found[own, model.padding :][:126], torch.cat([part.flatten() for part in parts]))
+            assert strengths is None or torch.equal(found[own, -126:], painted[1:].flatten())
+
+
 def test_loss_of_right_and_wrong_logits():
     """The loss, fed with logits instead of a network, is 0 for the truth and not for a player who goes elsewhere."""
     config = PRETRAINING_CASES["walls"]
