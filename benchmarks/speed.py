@@ -210,13 +210,19 @@ def draw(folder: Path, rows: list[dict], series: dict[str, tuple]) -> None:
 
     times = {row["case"]: row["iteration_ms"] for row in rows}
     shown = {what: values for what, (_, _, values) in series.items() if f"{what} {values[-1]}" in times}
-    figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.6), squeeze=False)
-    axes = axes[0]
-    for axis, (what, values) in zip(axes, shown.items(), strict=True):
-        axis.plot(values, [times[f"{what} {value}"] for value in values], "o-")
+    figure, axes = plt.subplots(1, len(shown), figsize=(0.6 + 2.3 * len(shown), 2.6), sharey=True, squeeze=False)
+    for axis, (what, values) in zip(axes[0], shown.items(), strict=True):
+        own = [times[f"{what} {value}"] for value in values]
+        axis.plot(values, own, "o-")
+        for value, ms in zip(values, own, strict=True):
+            text = f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"
+            axis.annotate(text, (value, ms), (0, 6), textcoords="offset points", ha="center")
         axis.set(xscale="log", yscale="log", xlabel=what, xticks=values, xticklabels=values)
+        axis.set_xlim(values[0] / 1.5, values[-1] * 1.5)
+        axis.set_ylim(0.6 * min(times.values()), 1.8 * max(times.values()))
         axis.minorticks_off()
-    axes[0].set_ylabel("ms an iteration")
+        axis.set_yticks([])
+    axes[0][0].set_ylabel("ms an iteration")
     figure.tight_layout()
     figure.savefig(folder / "growth.png", dpi=80)
     plt.close(figure)
