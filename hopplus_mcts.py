@@ -1785,10 +1785,13 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
     numbers = torch.stack([batch[key].float() for key in NUMBERS], 2)
     samples = batch["inputs"], batch["legal"], numbers, batch["search_probs"]
     samples = living(samples, batch["weight"] > 0, args.num_minibatches)
+    m, n = samples[0].shape[:2]
+    first, samples = n * torch.arange(m, device=generator.device)[:, None], [x.flatten(0, 1) for x in samples]
     for _ in range(args.update_epochs):
-        order = torch.rand(samples[0].shape[1], generator=generator, device=generator.device).argsort()
-        for index in order.tensor_split(args.num_minibatches):
-            loss, parts = loss_of(args, policy, *(x.index_select(1, index) for x in samples))
+        order = torch.rand(n, generator=generator, device=generator.device).argsort()
+        for part in order.tensor_split(args.num_minibatches):
+            index = (first + part).flatten()  # whole rows by one index: GPUs copy those fastest
+            loss, parts = loss_of(args, policy, *(x.index_select(0, index).unflatten(0, (m, -1)) for x in samples))
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             parts["grad_norm"] = average_and_clip(parameters, args.max_grad_norm)
