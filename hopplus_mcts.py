@@ -1198,7 +1198,7 @@ def plan(args: Args, env: StagHuntEnv, nets: Nets, known: Known, generator, tick
     def advance(position: Position, joint):
         board = by_learner(position.board)
         if args.search_model == "env":
-            after, reward = rules(env, position, prey.flatten(0, 1), joint, seat.flatten())
+            after, reward = fused(rules, args, device)(env, position, prey.flatten(0, 1), joint, seat.flatten())
         else:
             members = len(next(nets.world.parameters())) // m
             copies = (x.repeat_interleave(members, 0) for x in (board, by_learner(joint)))

@@ -1462,6 +1462,22 @@ def test_trees_on_a_gpu_are_those_of_the_cpu(root, trees, fused):
         torch.testing.assert_close(one, other.cpu(), atol=1e-9, rtol=0)
 
 
+@pytest.mark.cuda
+def test_rules_in_fewer_kernels_are_the_same():
+    env, caught = StagHuntEnv(BOARDS["4x4"], 256, "cuda", 6), False
+    n, args, rows = env.config.num_players, args_of(device="cuda", compile=True), torch.arange(256, device="cuda")
+    for step in range(12):
+        state, seat = env.state, (rows + step) % n
+        joint, prey = torch.randint(NUM_ACTIONS, (256, n), device="cuda"), state.prey_position.long()
+        position = hop.Position(env.observe(state)[rows, seat], state.time, state.first_hunt, None, None, None)
+        both = hop.rules, hop.fused(hop.rules, args, env.device)
+        found = [function(env, position, prey, joint, seat) for function in both]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        caught |= bool((found[0][0][:, -2:] < position.board[:, -2:]).any())
+        env.step(joint.gather(1, env.unego[seat]))
+    assert caught
+
+
 ON_GPU = {
     "hopplus-mcts": {},
     "gumbel": {"root": "gumbel", "search_model": "env", "num_trees": 1},
