@@ -155,8 +155,8 @@ def busy(function) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         function()
         torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    kernels = [event.time_range for event in found.events() if event.device_type == cuda and not event.is_user_annotation]
+    events = (event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    kernels = [event.time_range for event in events if not getattr(event, "is_user_annotation", False)]
     return covered([(span.start, span.end) for span in kernels]) / 1e6
 
 
