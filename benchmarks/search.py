@@ -94,6 +94,10 @@ def measure(args: Args, root: str, trees: int, device) -> float:
 
 def main(args: Args) -> dict[str, float]:
     device, found = resolve_device(args.device), {}
+    numbers = {"trees": min(args.trees), "simulations": args.simulations, "width": args.width, "repeats": args.repeats}
+    for name, least in numbers.items():
+        if least < 1:
+            raise ValueError(f"--{name} must be >= 1, not {least}")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {args.simulations} simulations, medians of {args.repeats}")
     for root in ("puct", "gumbel"):

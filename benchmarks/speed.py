@@ -48,22 +48,12 @@ CASES = {  # name: (script, flags)
     "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
 }
 GROWTH = {  # what grows: (script, flags, values)
-    "cuda": {
-        "games": ("ppo", "--num-envs", (256, 1024, 4096)),
-        "board height": ("ppo", "--num-envs 1024 --width 8 --height", (4, 6, 8)),
-        "players": ("ppo", "--num-envs 1024 --num-players", (2, 4, 6)),
-        "seeds": ("ppo", "--num-seeds", (1, 4, 16)),
-        "imagination horizon": ("ppo", "--imagination-horizon", (2, 8, 32)),
-        "simulations": ("mcts", "--num-simulations", (4, 16, 32)),
-    },
-    "cpu": {
-        "games": ("ppo", "--num-envs", (32, 128, 512)),
-        "board height": ("ppo", "--width 8 --height", (4, 6, 8)),
-        "players": ("ppo", "--num-players", (2, 4, 6)),
-        "seeds": ("ppo", "--num-seeds", (1, 2, 4)),
-        "imagination horizon": ("ppo", "--imagination-horizon", (2, 5, 16)),
-        "simulations": ("mcts", "--num-simulations", (4, 8, 16)),
-    },
+    "games": ("ppo", "--num-envs", {"cuda": (256, 1024, 4096), "cpu": (32, 128, 512)}),
+    "board height": ("ppo", "--width 8 --height", {"cuda": (4, 6, 8), "cpu": (4, 6, 8)}),
+    "players": ("ppo", "--num-players", {"cuda": (2, 4, 6), "cpu": (2, 4, 6)}),
+    "seeds": ("ppo", "--num-seeds", {"cuda": (1, 4, 16), "cpu": (1, 2, 4)}),
+    "imagination horizon": ("ppo", "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
+    "simulations": ("mcts", "--num-simulations", {"cuda": (4, 16, 32), "cpu": (4, 8, 16)}),
 }
 
 
@@ -170,11 +160,13 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def main(args: Args) -> list[dict]:
     device, folder, rows = resolve_device(args.device), Path(args.folder), []
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be a number >= 1, not {args.repeats}")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
     if args.cases == "growth" and args.flags is None:
-        grown = GROWTH[device.type].items()
-        cases = {f"{what} {v}": (script, f"{flags} {v}") for what, (script, flags, values) in grown for v in values}
+        cases = {f"{what} {v}": (script, f"{flags} {v}")
+                 for what, (script, flags, values) in GROWTH.items() for v in values[device.type]}  # fmt: skip
     names = ", ".join(cases)
     cases = {case: given for case, given in cases.items() if case.startswith(args.only)}
     if not cases:
@@ -197,19 +189,19 @@ def main(args: Args) -> list[dict]:
             writer.writeheader()
             writer.writerows(rows)
     if args.cases == "growth" and args.flags is None:
-        draw(folder, rows, GROWTH[device.type])
+        draw(folder, rows, {what: values[device.type] for what, (_, _, values) in GROWTH.items()})
     print(f"table in {folder}")
     return rows
 
 
-def draw(folder: Path, rows: list[dict], series: dict[str, tuple]) -> None:
+def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     times = {row["case"]: row["iteration_ms"] for row in rows}
-    shown = {what: values for what, (_, _, values) in series.items() if f"{what} {values[-1]}" in times}
+    shown = {what: values for what, values in series.items() if f"{what} {values[-1]}" in times}
     figure, axes = plt.subplots(1, len(shown), figsize=(0.6 + 2.3 * len(shown), 2.6), sharey=True, squeeze=False)
     for axis, (what, values) in zip(axes[0], shown.items(), strict=True):
         own = [times[f"{what} {value}"] for value in values]

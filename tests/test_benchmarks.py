@@ -63,6 +63,19 @@ def test_a_case_that_does_not_exist(tmp_path):
         speed.main(speed.Args(only="POP", device="cpu", folder=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("program", "changes", "words"),
+    [
+        (speed, {"repeats": 0}, "--repeats must be a number >= 1, not 0"),
+        (search, {"trees": (8, 0)}, "--trees must be >= 1, not 0"),
+        (search, {"simulations": -1}, "--simulations must be >= 1, not -1"),
+    ],
+)
+def test_wrong_numbers(program, changes, words):
+    with pytest.raises(ValueError, match=words):
+        program.main(program.Args(device="cpu", **changes))
+
+
 def test_time_in_which_two_kernels_run_counts_once():
     assert speed.covered([(5, 7), (0, 2), (1, 3), (6, 6.5), (8, 8)]) == 5 and speed.covered([]) == 0
 
@@ -79,8 +92,9 @@ def understood(script, flags):
 def test_all_flags_of_all_cases_are_understood():
     for script, flags in [*speed.CASES["cuda"].values(), *speed.CASES["cpu"].values()]:
         understood(f"hopplus_{script}.py", flags)
-    for script, flags, values in [*speed.GROWTH["cuda"].values(), *speed.GROWTH["cpu"].values()]:
-        understood(f"hopplus_{script}.py", f"{flags} {values[0]}")
+    for script, flags, values in speed.GROWTH.values():
+        for value in {*values["cuda"], *values["cpu"]}:
+            understood(f"hopplus_{script}.py", f"{flags} {value}")
     for _, runs, _ in experiments.SECTIONS.values():
         for run in runs.values():
             understood(run.script, run.flags)
