@@ -24,7 +24,7 @@ Axes: S seeds, E games per learner, B = S*E games, N seats, M learners, T steps,
 co-players. What a learner reads or predicts about players is in its ego order. `docs/hopplus_ppo.md` explains every metric.
 """
 
-import contextlib
+import copy
 import csv
 import dataclasses
 import functools
@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -756,6 +757,11 @@ def all_views(env: StagHuntEnv, board: torch.Tensor, prey: torch.Tensor):
     return things, walls, able | env.is_stay
 
 
+def views_of_others(env: StagHuntEnv, board: torch.Tensor, prey: torch.Tensor):
+    """`all_views` of the K others, board [M, ..., C, H, W]: things, walls and legal actions, each [M, n * K, ...]"""
+    return (x[:, :, 1:].flatten(1, 2) for x in all_views(env, board.flatten(1, -4), prey.flatten(1, -2).long()))
+
+
 class Thought(NamedTuple):
     """What a learner holds about its K co-players at one step"""
 
@@ -1057,12 +1063,17 @@ def sample_transitions(sources: Sources, count: int, models: int, generator) -> 
     return Steps(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
 
+def same_game(w: Steps) -> torch.Tensor:
+    """bool [M, t, u, G, 1]: steps t and u of a window belong to one game"""
+    game = w.done.int().cumsum(1) - w.done.int()
+    return (game[:, :, None] == game[:, None])[..., None]
+
+
 def hindsight(args: Args, config: StagHuntConfig, policy: ActorCritic, selection: str, w: Steps, goals, prior, present):
     """The subgoal each co-player turned out to pursue: f_psi(s^g). w [M, T, G, ...]; goals [M, T, G, K, D] as inferred; prior
     [M, T, G, K, _], f_psi of each co-player's state; present bool [M, T, G, K] -> parameters like prior"""
     m, steps, games, k = present.shape
-    clock, game = torch.arange(steps, device=present.device), w.done.int().cumsum(1) - w.done.int()
-    same = (game[:, :, None] == game[:, None])[..., None] & present[:, None]  # [M, t, u, G, K]
+    clock, same = torch.arange(steps, device=present.device), same_game(w) & present[:, None]  # [M, t, u, G, K]
     if selection == "final":
         later = torch.where(same & (clock >= clock[:, None])[..., None, None], clock.view(1, -1, 1, 1), -1).amax(2)
         index = torch.where(later < 0, clock.view(1, -1, 1, 1), later)
@@ -1074,9 +1085,8 @@ def hindsight(args: Args, config: StagHuntConfig, policy: ActorCritic, selection
         # V(s_t, g): the critic's value if co-player j pursued the candidate and the others what is inferred of them.
         mine = torch.eye(k, dtype=torch.bool, device=present.device)[..., None]  # [j, K, 1]
         tried = torch.where(mine, candidate[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
-        x = policy.inputs(
-            *(x.flatten(1, 2) for x in (w.board, w.time / config.final_time, w.last_joint)), goals.flatten(1, 2).flatten(2)
-        )
+        seen = (w.board, w.time / config.final_time, w.last_joint, goals.flatten(3))
+        x = policy.inputs(*(field.flatten(1, 2) for field in seen))
         x = x[..., : x.shape[2] - tried.shape[-1] * k].view(m, steps, 1, games, 1, -1).expand(*tried.shape[:5], -1)
         tried = tried.to(x.dtype)
         value = policy.value(torch.cat([x, tried.flatten(5)], 5).flatten(1, 4)).view(valid.shape)
@@ -1091,8 +1101,7 @@ def hindsight(args: Args, config: StagHuntConfig, policy: ActorCritic, selection
 def look_back(args: Args, env, models: Models, w: Steps, summary):
     """Runs q_phi along windows w [M, T, G, ...] from `summary` [M, G, K, hidden] on. -> the co-players' views, walls, legal
     actions and features [M, n, _], the summaries before each step [M, T, G, K, hidden] and after the last"""
-    things, walls, legal = all_views(env, w.board.flatten(1, 2), w.prey.flatten(1, 2).long())
-    things, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in (things, walls, legal))
+    things, walls, legal = views_of_others(env, w.board, w.prey)
     state = models.inference.encoder(things, walls)
     event = models.inference.evidence(state, w.joint.long()[..., env.ego[1:]].flatten(1, 3))
     event = event.view(*w.done.shape, *summary.shape[2:])
@@ -1140,8 +1149,7 @@ def subgoal_losses(args: Args, env, nets: Nets, w: Steps, eps, generator, pretra
     given = torch.rand(things.shape[:2], generator=generator, device=env.device)[..., None] < eps
     read = torch.where(given, goal_mean(args, chosen), goal) if told is None else told
     # Each co-player's game weighs the same, else those that wander about until the end drown those that go for their prey.
-    weight, game = torch.ones_like(present) if args.moa_data == "all" else present, w.done.int().cumsum(1) - w.done.int()
-    same = (game[:, :, None] == game[:, None])[..., None]  # [M, t, u, G, 1]
+    weight, same = torch.ones_like(present) if args.moa_data == "all" else present, same_game(w)
     if args.moa_data == "rewarded":
         weight = weight & (same & w.left[:, None, ..., 1:]).any(2)
     weight = (weight / (same & weight[:, None]).sum(2).clamp(min=1)).flatten(1)
@@ -1168,13 +1176,10 @@ def subgoal_losses(args: Args, env, nets: Nets, w: Steps, eps, generator, pretra
 
 def labelled_loss(args: Args, env, models: Models, w: Steps) -> dict[str, torch.Tensor]:
     """MOA given the goal that the co-player turned out to pursue, stag or hare, where the window shows it"""
-    things, walls, legal = all_views(env, w.board.flatten(1, 2), w.prey.flatten(1, 2).long())
-    things, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in (things, walls, legal))
+    things, walls, legal = views_of_others(env, w.board, w.prey)
     taken, clock = prey_taken(w), (w.time / env.config.final_time)[..., None].expand_as(w.left[..., 1:]).flatten(1)
     weight = ((things[..., 0] < env.config.num_cells) & (taken.flatten(1) > 0)).view(taken.shape)
-    game = w.done.int().cumsum(1) - w.done.int()
-    same = (game[:, :, None] == game[:, None])[..., None]  # [M, t, u, G, 1]
-    weight = (weight / (same & weight[:, None]).sum(2).clamp(min=1)).flatten(1)  # each co-player's game weighs the same
+    weight = (weight / (same_game(w) & weight[:, None]).sum(2).clamp(min=1)).flatten(1)  # each co-player's game alike
     goal = F.one_hot((taken.flatten(1) - 1).clamp(min=0), args.num_goals).float()
     log_probs = models.moa(models.moa.encoder(things, walls), clock, goal, legal)
     own = log_probs.gather(2, w.joint[..., 1:].flatten(1).long()[..., None])[..., 0]
@@ -1193,31 +1198,27 @@ def planes_of(config: StagHuntConfig, things, walls) -> torch.Tensor:
 
 def train_subgoals(args: Args, env, nets, optimiser, sources: Sources, eps, generator, updates: int, pretraining=False):
     """-> mean losses [M]"""
-    parameters, total = [p for group in optimiser.param_groups for p in group["params"]], {}
+    total = {}
     for _ in range(updates):
         w = sample_windows(sources, args.model_games, generator)
         parts = subgoal_losses(args, env, nets, w, eps, generator, pretraining)
-        optimiser.zero_grad(set_to_none=True)
-        with in_order():
-            parts["total"].sum().backward()
-        used = [p for p in parameters if p.grad is not None]
-        parts["grad_norm"] = average_and_clip(used, 1.0)
-        optimiser.step()
+        # On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another. Only here: it
+        # also sorts each write by index, which costs time and changes nothing where no two writes meet. (Set so because
+        # torch.use_deterministic_algorithms loads torch's compiler.)
+        torch.set_deterministic_debug_mode("warn")
+        parts["grad_norm"] = optimiser.descend(parts["total"].sum(), 1.0)
+        torch.set_deterministic_debug_mode("default")
         total = {key: total.get(key, 0.0) + value.detach() / updates for key, value in parts.items()}
     return total
 
 
 def train_world_model(args: Args, nets, optimiser, sources: Sources, generator, updates: int) -> dict[str, torch.Tensor]:
-    total, parameters = {}, list(nets.world.parameters())
+    total, models = {}, len(next(nets.world.parameters()))
     for _ in range(updates):
-        w = sample_transitions(sources, args.wm_batch_size, len(parameters[0]), generator)
+        w = sample_transitions(sources, args.wm_batch_size, models, generator)
         weight = present_weight(nets.world.config, w.board).float()
         loss = nets.world.loss(w.board, w.joint, w.next_board, w.reward[..., 0], weight)
-        optimiser.zero_grad(set_to_none=True)
-        loss.sum().backward()
-        norm = average_and_clip(parameters, 1.0)
-        optimiser.step()
-        parts = {"world_model": loss.detach(), "world_model_grad_norm": norm}
+        parts = {"world_model": loss.detach(), "world_model_grad_norm": optimiser.descend(loss.sum(), 1.0)}
         total = {key: total.get(key, 0.0) + value / updates for key, value in parts.items()}
     return total
 
@@ -1346,8 +1347,7 @@ NUMBERS = ("action", "log_prob", "advantage", "target", "weight", "critic_weight
 def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.Tensor], generator) -> dict[str, torch.Tensor]:
     """PPO on samples [M, n, ...], which all learners read in the same random order; -> mean of every figure [M] over all
     minibatches"""
-    parameters, totals = list(policy.parameters()), 0.0
-    loss_of = fused(ppo_loss, args, generator.device)
+    totals, loss_of = 0.0, fused(ppo_loss, args, generator.device)
     samples = batch["inputs"], batch["legal"], torch.stack([batch[key].float() for key in NUMBERS], 2)
     samples = living(samples, batch["weight"] > 0, args.num_minibatches)
     m, n = samples[0].shape[:2]
@@ -1357,10 +1357,7 @@ def improve(args: Args, policy: ActorCritic, optimiser, batch: dict[str, torch.T
         for part in order.tensor_split(args.num_minibatches):
             index = (first + part).flatten()  # whole rows by one index: GPUs copy those fastest
             loss, parts = loss_of(args, policy, *(x.index_select(0, index).unflatten(0, (m, -1)) for x in samples))
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            parts["grad_norm"] = average_and_clip(parameters, args.max_grad_norm)
-            optimiser.step()
+            parts["grad_norm"] = optimiser.descend(loss, args.max_grad_norm)
             totals = totals + torch.stack(list(parts.values()))
     return dict(zip(parts, totals / (args.update_epochs * args.num_minibatches), strict=True))
 
@@ -1440,13 +1437,40 @@ def distribution_figures(name: str, batch: dict[str, torch.Tensor]) -> dict[str,
 # One experiment
 
 
+class Adam:
+    """Its state stands in place from the start, where a CUDA graph may keep it. torch.optim has the same as a class, which
+    loads torch's compiler first: seconds before the first iteration."""
+
+    def __init__(self, parameters, learning_rate: float, device, eps: float = 1e-8, beta2: float = 0.999):
+        self.parameters, self.rate = list(parameters), torch.tensor(learning_rate, device=device)
+        self.numbers = {"beta1": 0.9, "beta2": beta2, "eps": eps, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+        self.means, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.steps = [torch.zeros((), device=device) for _ in self.parameters]
+
+    def tensors(self) -> dict:
+        state = {"means": self.means, "squares": self.squares, "steps": self.steps}
+        return {"rate": self.rate} | {name: dict(enumerate(kept)) for name, kept in state.items()}
+
+    def descend(self, loss, max_norm: float) -> torch.Tensor:
+        """One step down the loss; -> the norms of the models' gradients [M], each clipped to max_norm"""
+        for p in self.parameters:
+            p.grad = None
+        loss.backward()
+        asked = [k for k, p in enumerate(self.parameters) if p.grad is not None]
+        moved, means, squares, steps = ([x[k] for k in asked] for x in (self.parameters, self.means, self.squares, self.steps))
+        norms = average_and_clip(moved, max_norm)
+        with torch.no_grad():
+            adam(moved, [p.grad for p in moved], means, squares, [], steps, fused=True, lr=self.rate, **self.numbers)
+        return norms
+
+
 @dataclasses.dataclass
 class Experiment:
     args: Args
     env: StagHuntEnv
     seating: Seating
     nets: Nets
-    optimisers: dict[str, torch.optim.Optimizer]
+    optimisers: dict[str, Adam]
     carry: dict[str, torch.Tensor]
     replay: Replay | None  # the learners' own last games
     rehearsed: Replay | None  # games of rule-based players, so that the models do not forget them
@@ -1462,31 +1486,34 @@ class Experiment:
         return [(self.replay, 1 - self.args.rehearsal), (self.rehearsed, self.args.rehearsal)]
 
     def tensors(self) -> dict:
-        """Everything that changes"""
+        """Everything that changes, but for the sums in `totals`"""
         nets = {name: net.state_dict() for name, net in self.nets._asdict().items() if net is not None}
         replay, rehearsed = ({} if r is None else {**r.steps._asdict(), "pushed": r.pushed, "carried": r.carried}
                              for r in (self.replay, self.rehearsed))  # fmt: skip
-        optimisers = {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()}
-        generators = [self.generator.get_state(), self.env.generator.get_state()]
+        optimisers = {name: optimiser.tensors() for name, optimiser in self.optimisers.items()}
         kept = {"env": self.env.tensors(), "carry": self.carry, "trusted": self.trusted, "eps": self.eps}
         kept |= {"nets": nets, "optimisers": optimisers, "replay": replay, "rehearsed": rehearsed}
-        return kept | {"generators": generators}
+        return kept | {"generators": [self.generator.get_state(), self.env.generator.get_state()]}
 
     def load(self, saved: dict) -> None:
-        for name, net in self.nets._asdict().items():
-            if net is not None:
-                net.load_state_dict(saved["nets"][name])
-        for name, optimiser in self.optimisers.items():
-            optimiser.load_state_dict(saved["optimisers"][name])
-            for group in optimiser.param_groups:  # else it stays where the file was read to
-                group["lr"] = group["lr"].to(self.env.device)
-        self.generator.set_state(saved["generators"][0])
-        self.env.generator.set_state(saved["generators"][1])
-        now = self.tensors()
-        pairs = [*zip(now["env"], saved["env"], strict=True), (self.trusted, saved["trusted"]), (self.eps, saved["eps"])]
-        pairs += [(now[part][key], saved[part][key]) for part in ("carry", "replay", "rehearsed") for key in now[part]]
-        for kept, new in pairs:
-            kept.copy_(new)
+        """Everything in place, where a CUDA graph looks for it"""
+        put({**self.tensors(), "generators": []}, {**saved, "generators": []})
+        for generator, state in zip((self.generator, self.env.generator), saved["generators"], strict=True):
+            generator.set_state(state)
+
+
+def put(now, saved) -> None:
+    """Copies nested dictionaries and lists of tensors into others of the same shapes."""
+    if isinstance(now, dict):
+        for key in now.keys() | saved.keys():
+            put(now[key], saved[key])
+    elif isinstance(now, torch.Tensor):
+        if now.shape != saved.shape:
+            raise ValueError(f"a tensor of the checkpoint is {tuple(saved.shape)}, not {tuple(now.shape)}")
+        now.copy_(saved)
+    else:
+        for pair in zip(now, saved, strict=True):
+            put(*pair)
 
 
 def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehearsed: int = 0, purpose=0) -> Experiment:
@@ -1507,12 +1534,12 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
         nets = nets._replace(models=Models(args, config, own_seeds).to(device))
     if args.imagination:
         nets = nets._replace(world=make_world_model(args, config, m * args.wm_ensemble, own_seeds, device))
-    optimisers = {"policy": make_optimiser(policy.parameters(), args.learning_rate, device, eps=1e-5)}
+    optimisers = {"policy": Adam(policy.parameters(), args.learning_rate, device, eps=1e-5)}
     if nets.models is not None:
         learned = [*nets.models.inference.parameters(), *nets.models.moa.parameters()]
-        optimisers["subgoals"] = make_optimiser(learned, args.subgoal_learning_rate, device)
+        optimisers["subgoals"] = Adam(learned, args.subgoal_learning_rate, device)
     if nets.world is not None:
-        optimisers["world"] = make_optimiser(nets.world.parameters(), args.wm_learning_rate, device, beta2=0.99)
+        optimisers["world"] = Adam(nets.world.parameters(), args.wm_learning_rate, device, beta2=0.99)
     carry, stores = new_carry(args, env, seating, generator), [None, None]
     if nets.models is not None:
         steps, _, _ = rollout(args, env, seating, nets, carry, generator, 1)  # only for the shapes
@@ -1529,11 +1556,6 @@ def make_experiment(args: Args, seating: Seating, seeds: list[int], device, rehe
     return Experiment(args, env, seating, nets, optimisers, carry, *stores, generator, torch.zeros((), device=device), trusted)
 
 
-def make_optimiser(parameters, learning_rate: float, device, eps: float = 1e-8, beta2: float = 0.999) -> torch.optim.Adam:
-    rate, cuda = torch.tensor(learning_rate, device=device), device.type == "cuda"
-    return torch.optim.Adam(parameters, lr=rate, betas=(0.9, beta2), eps=eps, capturable=cuda, fused=True)
-
-
 def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     args, config, policy = x.args, x.env.config, x.nets.policy
     alive = present_weight(config, w.board)
@@ -1542,12 +1564,11 @@ def real_batch(x: Experiment, w: Steps, c: Choices) -> dict[str, torch.Tensor]:
     inputs, value = c.inputs, c.value
     log_prob = c.log_probs.gather(3, action.long()[..., None])[..., 0]
     if args.subgoals == "hindsight":
-        things, walls, _ = all_views(x.env, w.board.flatten(1, 2), w.prey.flatten(1, 2).long())
         with torch.no_grad():
-            prior = x.nets.models.prior(things[:, :, 1:].flatten(1, 2), walls[:, :, 1:].flatten(1, 2))
-            shape = (*w.done.shape, things.shape[2] - 1)
-            present = (things[:, :, 1:, 0] < config.num_cells).view(shape)
-            inferred, prior = c.goals.unflatten(3, (shape[3], -1)), prior.view(*shape, -1)
+            things, walls, _ = views_of_others(x.env, w.board, w.prey)
+            present = (things[..., 0] < config.num_cells).view(*w.done.shape, -1)
+            inferred = c.goals.unflatten(3, (present.shape[3], -1))
+            prior = x.nets.models.prior(things, walls).view(*present.shape, -1)
             chosen = hindsight(args, config, policy, args.subgoal_selection, w, inferred, prior, present)
             goals = goal_mean(args, chosen).flatten(3)
             flat = (y.flatten(1, 2) for y in (w.board, w.time / config.final_time, w.last_joint, goals))
@@ -1566,20 +1587,16 @@ def learn_models(x: Experiment, train_world: bool, train_subgoal: bool) -> dict[
         refresh(args, x.env, x.nets.models, x.rehearsed)
 
     def world():
-        if not train_world:
-            return {}
         found = train_world_model(args, x.nets, x.optimisers["world"], x.sources(), x.generator, args.wm_updates)
         return {f"losses/{k}": v.unflatten(0, (-1, args.wm_ensemble)).mean(1) for k, v in found.items()}
 
     def subgoals():
-        if not train_subgoal:
-            return {}
         learner, updates = x.optimisers["subgoals"], args.subgoal_updates
         found = train_subgoals(args, x.env, x.nets, learner, x.sources(), x.eps, x.generator, updates)
         names = {"moa": "losses/moa", "total": "losses/subgoals", "grad_norm": "losses/subgoals_grad_norm"}
         return {names.get(k, f"omg/{k}"): v for k, v in found.items()}
 
-    first, second = side_by_side(world, subgoals, x.env.device)
+    first, second = side_by_side(world if train_world else dict, subgoals if train_subgoal else dict, x.env.device)
     return first | second
 
 
@@ -1624,11 +1641,8 @@ def iterate(x: Experiment, train_world: bool, train_subgoal: bool) -> tuple[list
     key = (train_world, train_subgoal)
     total = torch.cat([value.flatten() for value in figures.values()])
     if key not in x.totals:
-        x.totals[key] = (
-            {name: value.shape for name, value in figures.items()},
-            torch.zeros_like(total),
-            torch.zeros_like(total[:1]),
-        )
+        shapes = {name: value.shape for name, value in figures.items()}
+        x.totals[key] = (shapes, torch.zeros_like(total), torch.zeros_like(total[:1]))
     x.totals[key][1].add_(total)
     x.totals[key][2].add_(1)
     return marks, last
@@ -1718,16 +1732,6 @@ def second_stream(device):
     return torch.cuda.Stream(device)
 
 
-def changing(x: Experiment) -> dict[str, torch.Tensor]:
-    """Everything that an iteration changes"""
-    parts = {"env": x.env.tensors(), "carry": x.carry.values(), "trusted": [x.trusted]}
-    parts["nets"] = [p.detach() for net in x.nets if net is not None for p in net.parameters()]
-    parts["replay"] = [t for r in (x.replay, x.rehearsed) if r is not None for t in (*r.steps, r.pushed, r.carried)]
-    parts |= {f"totals {key}": total[1:] for key, total in x.totals.items()}
-    parts |= {name: [t for p in o.state.values() for t in p.values()] for name, o in x.optimisers.items()}
-    return {f"{name} {k}": t for name, tensors in parts.items() for k, t in enumerate(tensors)}
-
-
 def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgoal: bool) -> tuple[float, list[tuple]]:
     """`iterate`, on a GPU as a CUDA graph. What its warm-up changes is put back, so that a run is the same with and without.
     -> the seconds that this took, and the iteration's marks"""
@@ -1735,13 +1739,12 @@ def repeat_iteration(x: Experiment, graphs: dict, train_world: bool, train_subgo
     if key not in graphs:
         graphs[key] = graphed(lambda: iterate(x, *key), generators, x.args.cudagraphs)
         if x.env.device.type == "cuda" and x.args.cudagraphs:
-            before, states = {name: t.clone() for name, t in changing(x).items()}, [g.get_state() for g in generators]
+            before = copy.deepcopy(x.tensors())
             for _ in range(2):
                 graphs[key]()
-            for name, now in changing(x).items():  # an optimiser and the sums may not have begun
-                now.copy_(before[name]) if name in before else now.zero_()
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            x.load(before)
+            for total in x.totals[key][1:]:
+                total.zero_()
             torch.cuda.synchronize()
     ready = time.time() - started
     marks, x.last = graphs[key]()
@@ -1771,8 +1774,7 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
     x = make_experiment(args, watch, seeds, device, purpose=1)
     started = {"models": load_models(args, x.nets.models, config, seeds)}
     started |= {"world": load_world_model(args, x.nets.world, config, seeds)}
-    optimiser = make_optimiser(x.nets.models.parameters(), 3e-3, device)
-    updates = args.pretraining_updates
+    optimiser, updates = Adam(x.nets.models.parameters(), 3e-3, device), args.pretraining_updates
     rounds = max(1, min(8, updates // 10))
 
     def subgoals():
@@ -1788,12 +1790,11 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
 
     study = graphed(lambda: side_by_side(subgoals, world, device), (x.generator,), args.cudagraphs)
     play = graphed(play, (x.generator, x.env.generator), args.cudagraphs)
-    bar = tqdm(range(rounds), desc="pretraining", unit="round", leave=False, disable=RANK > 0)
-    for number in bar:
+    for number in tqdm(range(rounds), desc="pretraining", unit="round", leave=False, disable=RANK > 0):
         x.replay.push(play()[0])
-        for group in (optimiser, *x.optimisers.values()):  # falls along a cosine
-            rate = 3e-3 if group is optimiser else 2e-3
-            group.param_groups[0]["lr"].fill_(rate * 0.5 * (1 + math.cos(math.pi * number / rounds)))
+        for each in (optimiser, *x.optimisers.values()):  # falls along a cosine
+            rate = 3e-3 if each is optimiser else 2e-3
+            each.rate.fill_(rate * 0.5 * (1 + math.cos(math.pi * number / rounds)))
         for _ in range(updates // rounds):
             study()
     games = []
@@ -1815,10 +1816,7 @@ def pretrain(args: Args, seeds: list[int], device) -> tuple[dict, Steps, dict[st
 
 def spread(weights: dict[str, torch.Tensor], copies: int, members: int) -> dict[str, torch.Tensor]:
     """one seed's models [S*members, ...] -> one copy for each of its learners [S*copies*members, ...]"""
-    return {
-        key: value.unflatten(0, (-1, 1, members)).expand(-1, copies, -1, *value.shape[1:]).flatten(0, 2)
-        for key, value in weights.items()
-    }
+    return {k: v.unflatten(0, (-1, 1, members)).expand(-1, copies, *[-1] * v.dim()).flatten(0, 2) for k, v in weights.items()}
 
 
 def load_models(args: Args, models: Models, config: StagHuntConfig, seeds: list[int]) -> bool:
@@ -1912,11 +1910,6 @@ def log_row(x: Experiment, found: dict[str, np.ndarray], s: int) -> dict[str, fl
 
 def draw_pictures(x: Experiment, found: dict[str, np.ndarray], writers: list[SummaryWriter], step: int) -> None:
     """Confusion matrix, a world-model prediction and the subgoals of each seed; histograms of real and imagined samples"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     per_seed = len(x.trusted) // len(writers)
     for s, writer in enumerate(writers):
         own = slice(s * per_seed, (s + 1) * per_seed)
@@ -1928,26 +1921,39 @@ def draw_pictures(x: Experiment, found: dict[str, np.ndarray], writers: list[Sum
         if x.nets.models is not None:
             confusion = found["moa/confusion"][own].sum(0)
             share = confusion / np.maximum(confusion.sum(1, keepdims=True), 1e-9)
-            figure, axis = plt.subplots(figsize=(5, 4.5))
-            axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
-            for (y, column), value in np.ndenumerate(share):
-                colour = "white" if value > 0.6 else "black"
-                axis.text(column, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-            axis.set(xlabel="MOA expects", ylabel="the co-player does", xticks=range(NUM_ACTIONS), yticks=range(NUM_ACTIONS))
-            axis.set_xticklabels(ACTION_NAMES, rotation=40, fontsize=7)
-            axis.set_yticklabels(ACTION_NAMES, fontsize=7)
-            figure.tight_layout()
+            figure = draw_table(share, ACTION_NAMES, "MOA expects", "the co-player does", vmin=0, vmax=1)
             writer.add_figure("moa/confusion", figure, step)
             draw_subgoals(x, own, writer, step)
         if x.nets.world is not None:
             writer.add_figure("wm/prediction", draw_prediction(x, s * per_seed), step)
 
 
+def pyplot():
+    """matplotlib without a window; loaded only where something is drawn"""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw_table(values: np.ndarray, names, across: str, down: str, **scale):
+    """A matrix, its numbers in the cells"""
+    figure, axis = pyplot().subplots(figsize=(1.6 + 0.6 * len(names), 1.2 + 0.6 * len(names)))
+    axis.imshow(values, cmap="Blues", alpha=0.5, **scale)  # light, so that the figures can be read
+    for (row, column), value in np.ndenumerate(values):
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axis.set(xlabel=across, ylabel=down, yticks=range(len(names)), yticklabels=names)
+    axis.set_xticks(range(len(names)), names, rotation=40 * (len(max(names, key=len)) > 3))
+    figure.tight_layout()
+    return figure
+
+
 def prey_taken(w: Steps) -> torch.Tensor:
     """int [M, T, E, K]: 1 stag, 2 hare if the co-player takes it in the same game and window, 0 if the game ends without, -1
     where the window ends first"""
-    game = w.done.int().cumsum(1) - w.done.int()
-    same = (game[:, :, None] == game[:, None])[..., None]  # [M, t, u, E, 1]
+    same = same_game(w)
     caught = torch.where(w.left[..., 1:], w.joint[..., 1:].long() - STAY, 0)
     taken = (same * caught[:, None]).amax(2)
     finished = (same[..., 0] & w.done[:, None]).any(2)[..., None]
@@ -1957,8 +1963,7 @@ def prey_taken(w: Steps) -> torch.Tensor:
 def draw_subgoals(x: Experiment, own: slice, writer: SummaryWriter, step: int) -> None:
     """The inferred subgoals on their two main axes, coloured by the prey that the co-player took; and how well a linear
     reading of them (fitted to every other game) tells that prey, by step of the game"""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     w, goals = Steps(*(y[own] for y in x.last["steps"])), x.last["choices"].goals[own]
     if goals.shape[3] == 0:
         return
@@ -1992,8 +1997,7 @@ def draw_subgoals(x: Experiment, own: slice, writer: SummaryWriter, step: int) -
 
 def draw_prediction(x: Experiment, learner: int):
     """Board, true next board and the world model's raw values, of one learner's first game that is on"""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     w, config, members = x.last["steps"], x.env.config, x.args.wm_ensemble
     t = int((w.board[learner, :, 0, 0].flatten(1).amax(1) > 0).long().argmax())
     board, joint = (y[:, t, :1].repeat_interleave(members, 0) for y in (w.board, w.joint))
@@ -2152,12 +2156,10 @@ def checked(args: Args) -> StagHuntConfig:
         if "learner" not in seats:
             raise ValueError(f"--seats {args.seats}: nobody learns")
     args = resolved(args)
-    numbers = (
-        "num_seeds total_steps num_envs num_steps log_every save_every policy_hidden hidden update_epochs num_minibatches "
-    )
-    numbers += "goal_dim subgoal_horizon subgoal_period model_games wm_hidden wm_ensemble wm_period wm_batch_size eval_games "
-    numbers += "pretraining_games replay_rollouts imagination_horizon adapt_steps adapt_repetitions adapt_every adapt_rounds "
-    numbers += "adapt_games"
+    numbers = "num_seeds total_steps num_envs num_steps log_every save_every policy_hidden hidden update_epochs goal_dim "
+    numbers += "num_minibatches subgoal_horizon subgoal_period model_games wm_hidden wm_ensemble wm_period wm_batch_size "
+    numbers += "pretraining_games replay_rollouts imagination_horizon eval_games "
+    numbers += "adapt_steps adapt_repetitions adapt_every adapt_rounds adapt_games"
     counts = "picture_every subgoal_updates wm_updates pretraining_updates kl_coef ent_coef vf_coef imagined_weight"
     rates = "learning_rate subgoal_learning_rate wm_learning_rate max_grad_norm temperature clip_coef"
     parts = "gamma gae_lambda ppo_real_ratio hindsight_eps rehearsal trust_exact_match memory_discount forget"
@@ -2191,7 +2193,7 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError(f"--evaluate, --adapt and --cross-play take one process, not {WORLD}: start them without torchrun")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
-            f"{args.num_minibatches} minibatches need as many samples; a learner has {args.num_steps * args.num_envs}"
+            f"more minibatches ({args.num_minibatches}) than samples of a learner ({args.num_steps * args.num_envs})"
         )
     if args.config.num_cells > 255 or args.config.final_time > 255:
         raise ValueError("this script takes boards of up to 255 cells and games of up to 255 steps")
@@ -2200,13 +2202,9 @@ def checked(args: Args) -> StagHuntConfig:
     if args.subgoals == "bayes" and (args.goal_kind, args.num_goals) != ("discrete", 2):
         raise ValueError("--subgoals bayes is a belief in stag or hare: --goal-kind discrete --num-goals 2")
     if args.subgoals == "bayes" and args.vae_checkpoint:
-        raise ValueError(
-            "--subgoals bayes needs a MOA that knows stag and hare; that of a VAE checkpoint knows other subgoals"
-        )
+        raise ValueError("--subgoals bayes needs a MOA that knows stag and hare, not the subgoals of a VAE checkpoint")
     if args.imagination and config.prosocial and args.wm_head == "structured":
-        raise ValueError(
-            "--prosocial rewards depend on the whole board, which the structured head does not see: --wm-head pixel"
-        )
+        raise ValueError("--prosocial rewards depend on the whole board, unseen by the structured head: --wm-head pixel")
     planes = config.observation_shape[0]
     if args.wm_channel_weights is not None and args.wm_head != "pixel":
         raise ValueError("--wm-channel-weights belongs to --wm-head pixel")
@@ -2233,10 +2231,9 @@ def main(args: Args) -> dict[str, float]:
     if args.adapt:
         return adapt(dataclasses.replace(resolved(args), seats=args.seats))
     if args.cross_play:
-        return cross_play(args, saved := load_file(args.cross_play, "hopplus-4", "checkpoint"), args_from(saved["args"]))
-    checkpoint = None
-    if args.resume:
-        checkpoint = load_file(args.resume, "hopplus-4", "checkpoint")
+        return cross_play(args, saved := load_file(args.cross_play, "hopplus-5", "checkpoint"), args_from(saved["args"]))
+    checkpoint = load_file(args.resume, "hopplus-5", "checkpoint") if args.resume else None
+    if checkpoint:
         args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
         config = args.config.checked()
     device, started, args = resolve_device(args.device), time.time(), resolved(args)
@@ -2267,8 +2264,7 @@ def main(args: Args) -> dict[str, float]:
                 x.rehearsed.carried.copy_(games.summary[0, :, 0] / memory(args))
         shown = ", ".join(f"{key} {value:.4g}" for key, value in learned.items() if "channel" not in key)
         say(f"on fresh rule-based games: {shown}", flush=True)
-    ready = time.time() - started
-    steps_each = args.num_envs * args.num_steps
+    ready, steps_each = time.time() - started, args.num_envs * args.num_steps
     iterations, spent = math.ceil(args.total_steps / steps_each), 0.0
     if checkpoint:
         take_up(x, checkpoint, by_seed)
@@ -2293,7 +2289,7 @@ def main(args: Args) -> dict[str, float]:
 
     def save(name="checkpoint.pt"):
         kept = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "adapt")}
-        content = {"format": "hopplus-4", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
+        content = {"format": "hopplus-5", "args": kept, "iteration": done, "device": device.type, **gathered(x, by_seed)}
         if RANK == 0:
             save_atomically(folders[0] / name, content | {"seconds": spent + clock, "folders": [str(f) for f in folders]})
         of_all_ranks(None)  # nobody goes on, or ends, before it is written
@@ -2304,7 +2300,7 @@ def main(args: Args) -> dict[str, float]:
     while done < iterations:
         progress = done / iterations
         if args.anneal_lr:
-            x.optimisers["policy"].param_groups[0]["lr"].fill_(args.learning_rate * (1 - 0.9 * progress))
+            x.optimisers["policy"].rate.fill_(args.learning_rate * (1 - 0.9 * progress))
         x.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * progress))
         train_world = x.nets.world is not None and args.wm_updates > 0 and done % args.wm_period == 0
         train_subgoal = x.nets.models is not None and args.subgoal_updates > 0 and done % args.subgoal_period == 0
@@ -2348,21 +2344,8 @@ def main(args: Args) -> dict[str, float]:
     for writer in writers:
         writer.close()
     say(f"{spent + clock:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
-    return {
-        "checkpoint": str(folders[0] / "checkpoint.pt"),
-        **{k: float(np.mean([r[k] for r in rows])) for k in (rows[0] if rows else {})},
-    }
-
-
-@contextlib.contextmanager
-def in_order():
-    """On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another. (Only here: it also
-    sorts each write by index, which costs time and changes nothing where no two writes meet.)"""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    means = {key: float(np.mean([row[key] for row in rows])) for key in (rows[0] if rows else {})}
+    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}
 
 
 def set_precision(args: Args) -> None:
@@ -2396,18 +2379,12 @@ def saved_learner(saved: Args, seed: int, seat: int) -> int:
 
 def evaluate(args: Args) -> dict[str, float]:
     """Frozen learners play in --seats; a table of returns by seat."""
-    saved = load_file(args.evaluate, "hopplus-4", "checkpoint")
+    saved = load_file(args.evaluate, "hopplus-5", "checkpoint")
     source = args_from(saved["args"])
     device, games = resolve_device(args.device), min(args.eval_games, 256)
     set_precision(source)
-    changes = {
-        "seats": args.seats or source.seats,
-        "num_envs": games,
-        "compile": False,
-        "seed": args.seed,
-        "replay_rollouts": 1,
-        "forget": 0.0,
-    }
+    changes = {"seats": args.seats or source.seats, "num_envs": games, "compile": False, "seed": args.seed}
+    changes |= {"replay_rollouts": 1, "forget": 0.0}
     trained = dataclasses.replace(source, **changes)
     config, names = trained.config.checked(), trained.seats.split(",")
     if "learner" not in check_seats(names, config.num_players, ("learner", "mixed", *STRANGERS)):
@@ -2417,12 +2394,9 @@ def evaluate(args: Args) -> dict[str, float]:
     pairs = zip(seating.block.tolist(), seating.seat.tolist(), strict=True)
     index = [saved_learner(source, block, seat) for block, seat in pairs]
     transplant(x, saved, torch.tensor(sorted(set(index)) if trained.share_parameters else index))
-    sums = {}
-    each = math.ceil(args.eval_games / games)
-    for _ in range(each):
-        _, _, found = rollout(trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time, games_each=each)
-        sums = {key: sums.get(key, 0.0) + value for key, value in found.items()}
-    sums = {key: value.cpu().numpy() for key, value in sums.items()}  # [S, N]
+    play, each = (trained, x.env, seating, x.nets, x.carry, x.generator, config.final_time), math.ceil(args.eval_games / games)
+    found = [rollout(*play, games_each=each)[2] for _ in range(each)]
+    sums = {key: sum(part[key] for part in found).cpu().numpy() for key in found[0]}  # [S, N]
     returns, folder = sums["return"] / sums["games"], Path(args.evaluate).parent
     print(f"{config.setting}, {args.evaluate}, frozen; {int(sums['games'][:, 0].sum())} games, {trained.num_seeds} seed(s)")
     with open(folder / "evaluation.csv", "w", newline="") as file:
@@ -2458,46 +2432,39 @@ def co_player_sets(args: Args, config: StagHuntConfig) -> dict[str, tuple[str, .
 def adapt(args: Args) -> dict[str, float]:
     """Trained learners meet the same co-players in game after game: frozen, and learning as they play. A table of the scores
     over the last quarter of the steps, beside a random player (0) and a best response (1)."""
-    saved = load_file(args.adapt, "hopplus-4", "checkpoint")
+    saved = load_file(args.adapt, "hopplus-5", "checkpoint")
     source = args_from(saved["args"])
     config, device, sets = source.config.checked(), resolve_device(args.device), co_player_sets(args, source.config.checked())
     n, rounds, folder = config.num_players, args.adapt_steps // args.adapt_every, Path(args.adapt).parent
     set_precision(source)
-    kinds, index = [], []
-    learners = [i for i, kind in enumerate(seat_kinds(source.seats.split(","))) if kind == LEARNER]
+    kinds, index, learners = [], [], [i for i, kind in enumerate(seat_kinds(source.seats.split(","))) if kind == LEARNER]
     for players in sets.values():
         for r in range(args.adapt_repetitions):
             order = seat_kinds(["learner", *players])
             kinds.append([order[(i - r) % n] for i in range(n)])  # the learner in seat r mod N
             index.append(saved_learner(source, r // n % source.num_seeds, learners[r % len(learners)]))
-    changes = {
-        "num_envs": 1,
-        "num_steps": args.adapt_every,
-        "replay_rollouts": rounds,
-        "share_parameters": False,
-        "forget": 0.0,
-    }
-    changes |= {"compile": False, "imagination_horizon": config.final_time, "critic_data": "mixed", "model_games": 2}
+    changes = {"num_envs": 1, "num_steps": args.adapt_every, "replay_rollouts": rounds, "share_parameters": False}
+    changes |= {"imagination_horizon": config.final_time, "critic_data": "mixed", "model_games": 2}
+    changes |= {"forget": 0.0, "compile": False}
     read = "seed learning_rate update_epochs num_minibatches ent_coef subgoal_learning_rate subgoal_updates"
     changes |= {name: getattr(args, name) for name in read.split()}
     changed = dataclasses.replace(source, **changes)
     seating, index, curves, best = make_seating(kinds, 1, False, device), torch.tensor(index), {}, None
     if args.adapt_references:
-        at_random = torch.where(seating.kinds == LEARNER, list(PLAYER_PROBS).index(RANDOM), seating.kinds)
-        at_random = seating._replace(kinds=at_random)
+        at_random = seating._replace(kinds=torch.where(seating.kinds == LEARNER, *seat_kinds([RANDOM]), seating.kinds))
         x = make_experiment(dataclasses.replace(changed, **METHODS["ppo"]), at_random, [args.seed], device)
         curves["random"], _ = meet(args, x, None, rounds, False, learners_act=False)
         best = [(value, math.nan) for value in best_responses(args, source, sets, device)]
     for name in ("frozen", "learning"):
         x = make_experiment(changed, seating, [args.seed], device, purpose=2)
         transplant(x, saved, index)
+        x.optimisers = {"policy": x.optimisers["policy"]}  # of many learners; `meet` makes the one of MOA
         boards = first_boards(saved, index, device) if x.nets.world is not None else None
         curves[name], figures = meet(args, x, boards, rounds, name == "learning")
         for k, key in enumerate(sets if figures else ()):
             own = {f: value.reshape(len(sets), -1)[k].mean() for f, value in figures.items()}
             print(f"{name}, {key}: MOA " + ", ".join(f"{f} {value:.3f}" for f, value in own.items()), flush=True)
-    last = slice(-(rounds // 4), None)
-    shape = (len(sets), args.adapt_repetitions)
+    last, shape = slice(-(rounds // 4), None), (len(sets), args.adapt_repetitions)
     scores = {name: (c[last, :, 0].sum(0) / c[last, :, 1].sum(0)).reshape(shape) for name, c in curves.items()}
     table = {name: [interval(row.tolist()) for row in score] for name, score in scores.items()}  # mean and half width
     if best is not None:
@@ -2531,7 +2498,7 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
     told = None if boards is None else torch.zeros_like(boards.told[:, :1])
     if learn and models is not None and x.args.subgoal_updates:
         models.inference.requires_grad_(False)
-        optimiser = make_optimiser(models.moa.parameters(), x.args.subgoal_learning_rate, x.env.device)
+        optimiser = Adam(models.moa.parameters(), x.args.subgoal_learning_rate, x.env.device)
         moa_before, moa_learned = copies_of(models.moa), copies_of(models.moa)
         evidence = torch.zeros(len(seat), device=seat.device)
 
@@ -2597,17 +2564,9 @@ def meet(args: Args, x: Experiment, boards: Steps | None, rounds: int, learn: bo
         better = new - old > 2 * (new_var + old_var).sqrt()
         figures |= {"imagined return": torch.where(better, new, old), "imagined return before": old, "changed": better.float()}
         use(policy, chosen(better, learned, came_with))
-    names = (
-        "nll",
-        "top1",
-        "ceiling/nll",
-        "ceiling/top1",
-        "MOA changed",
-        "imagined return",
-        "imagined return before",
-        "changed",
-    )
-    return torch.stack(curve).cpu().numpy(), {key: figures[key].cpu().numpy() for key in names if key in figures}
+    shown = ["nll", "top1", "ceiling/nll", "ceiling/top1", "MOA changed"]
+    shown += ["imagined return", "imagined return before", "changed"]
+    return torch.stack(curve).cpu().numpy(), {key: figures[key].cpu().numpy() for key in shown if key in figures}
 
 
 def copies_of(net: nn.Module) -> list[torch.Tensor]:
@@ -2637,17 +2596,14 @@ def best_responses(args: Args, source: Args, sets: dict, device) -> list[float]:
     for number in tqdm(range(iterations), desc="best responses", unit="iteration", leave=False):
         if number == iterations - max(longest, iterations // 10):
             read_totals(x)
-        x.optimisers["policy"].param_groups[0]["lr"].fill_(plain.learning_rate * (1 - 0.9 * number / iterations))
+        x.optimisers["policy"].rate.fill_(plain.learning_rate * (1 - 0.9 * number / iterations))
         repeat_iteration(x, graphs, False, False)
     found = read_totals(x)
     return (found["games/return"][:, 0] / found["games/games"][:, 0]).tolist()
 
 
 def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, shape: tuple[int, int], args: Args) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     def normalised(name, k):
         if "best response" not in table:
@@ -2669,11 +2625,8 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
             norms = [normalised(name, k) for name in modes]
             writer.writerow([key, *(value for cell in cells for value in cell), *norms])
             texts = [f"{mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") for mean, half in cells]
-            print(
-                key.ljust(width)
-                + "".join(text.rjust(16) for text in texts)
-                + "".join(f"{value:.3f}".rjust(15) for value in norms)
-            )
+            texts = [text.rjust(16) for text in texts] + [f"{value:15.3f}" for value in norms]
+            print(key.ljust(width) + "".join(texts))
     figure, axes = plt.subplots(1, len(sets), figsize=(2.6 * len(sets), 2.8), squeeze=False)
     with open(folder / "adaptation_curve.csv", "w", newline="") as file:
         writer = csv.writer(file)
@@ -2726,7 +2679,9 @@ def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
         print(f"{name} {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}"))
     with open(folder / "cross_play.csv", "w", newline="") as file:
         csv.writer(file).writerows([["learner of seed", *(f"among seed {name}" for name in names)], *rows])
-    draw_cross_play(folder / "cross_play.png", matrix, names)
+    figure = draw_table(matrix, names, "among learners of seed", "learner of seed")
+    figure.savefig(folder / "cross_play.png", dpi=100)
+    pyplot().close(figure)
     return {name: mean for name, (mean, _) in scores.items()}
 
 
@@ -2738,23 +2693,6 @@ def off_diagonal(matrix: np.ndarray) -> tuple[float, float]:
         return float(matrix[off].mean()), math.nan
     without = [np.delete(np.delete(matrix, s, 0), s, 1)[off[1:, 1:]].mean() for s in range(seeds)]
     return interval([seeds * matrix[off].mean() - (seeds - 1) * mean for mean in without])
-
-
-def draw_cross_play(path: Path, matrix: np.ndarray, names: list[str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(1.6 + 0.6 * len(names), 1.2 + 0.6 * len(names)))
-    axis.imshow(matrix, alpha=0.5)  # light, so that the figures can be read
-    for (row, column), value in np.ndenumerate(matrix):
-        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
-    axis.set(xlabel="among learners of seed", xticks=range(len(names)), xticklabels=names)
-    axis.set(ylabel="learner of seed", yticks=range(len(names)), yticklabels=names)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -90,7 +90,8 @@ def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
     args = hop.resolved(parse(hop.Args, [*flags.split(), "--device", device.type]))
     hop.checked(args)
     hop.set_precision(args)
-    torch._dynamo.reset()
+    if args.compile:
+        torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -131,7 +131,7 @@ def saved_run(folder, hop=hopplus_ppo, actors=None, **changes):
             x.nets.policy.actor[-1].weight.zero_()
             x.nets.policy.actor[-1].bias.zero_()
             x.nets.policy.actor[-1].bias[:, 0, STAY] = 100.0 * torch.tensor(actors)
-    form = "hopplus-4" if hop is hopplus_ppo else "hopplus-mcts-3"
+    form = "hopplus-5" if hop is hopplus_ppo else "hopplus-mcts-4"
     folder.mkdir(exist_ok=True)
     content = {"format": form, "args": dataclasses.asdict(x.args), "tensors": x.tensors()}
     hop.save_atomically(folder / "checkpoint.pt", content)
