@@ -2723,7 +2723,7 @@ def checked(args: Args) -> StagHuntConfig:
         raise ValueError(f"--evaluate, --adapt and --profile take one process, not {WORLD}: start them without torchrun")
     if args.num_steps * args.num_envs < args.num_minibatches:
         raise ValueError(
-            f"more minibatches ({args.num_minibatches}) than samples of a learner ({args.num_steps * args.num_envs})"
+            f"{args.num_minibatches} minibatches are more than a learner's {args.num_steps * args.num_envs} samples"
         )
     if args.config.num_cells > 255 or args.config.final_time > 255:
         raise ValueError("this script takes boards of up to 255 cells and games of up to 255 steps")
