@@ -1891,8 +1891,8 @@ class Adam:
         self.steps = [torch.zeros((), device=device) for _ in self.parameters]
 
     def tensors(self) -> dict:
-        state = {"means": self.means, "squares": self.squares, "steps": self.steps}
-        return {"rate": self.rate} | {name: dict(enumerate(kept)) for name, kept in state.items()}
+        """What a step changes (the rate is set by the loop)"""
+        return {name: dict(enumerate(getattr(self, name))) for name in ("means", "squares", "steps")}
 
     def descend(self, loss, max_norm: float) -> torch.Tensor:
         """One step down the loss; -> the norms of the models' gradients [M], each clipped to max_norm"""
