@@ -24,6 +24,7 @@ Axes: S seeds, E games per learner, B = S*E games, N seats, M learners, T steps,
 co-players. What a learner reads or predicts about players is in its ego order. `docs/hopplus_ppo.md` explains every metric.
 """
 
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -1415,7 +1416,8 @@ def moa_figures(w: Steps, c: Choices) -> dict[str, torch.Tensor]:
         figures[f"{name}top1"] = mean((probs.argmax(4) == action).float())
     figures["top3"] = mean(((c.expected > c.expected.gather(4, action[..., None])).sum(4) < 3).float())
     confidence, guess = c.expected.max(4)
-    bins = F.one_hot((confidence * 15).long().clamp(max=14), 15) * weight[..., None]
+    place = (confidence * 15).nan_to_num().clamp(0, 14).long()  # as an integer, NaN depends on the machine
+    bins = F.one_hot(place, 15) * weight[..., None]
     gap = (bins * (confidence - (guess == action).float())[..., None]).flatten(1, 3).sum(1)
     figures["ece"] = gap.abs().sum(1) / count
     taken = (F.one_hot(action, NUM_ACTIONS) * weight[..., None]).flatten(1, 3)
@@ -1908,6 +1910,16 @@ def log_row(x: Experiment, found: dict[str, np.ndarray], s: int) -> dict[str, fl
     return {key: float(value) for key, value in row.items()}
 
 
+@contextlib.contextmanager
+def surviving(what: str):
+    """A picture must never cost a run: whatever fails in here is told in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        print(f"could not {what}: {type(error).__name__}: {reason}; the run goes on", flush=True)
+
+
 def draw_pictures(x: Experiment, found: dict[str, np.ndarray], writers: list[SummaryWriter], step: int) -> None:
     """Confusion matrix, a world-model prediction and the subgoals of each seed; histograms of real and imagined samples"""
     per_seed = len(x.trusted) // len(writers)
@@ -1973,16 +1985,17 @@ def draw_subgoals(x: Experiment, own: slice, writer: SummaryWriter, step: int) -
     known = (taken >= 0) & present
     g, label, game = goals.unflatten(3, (taken.shape[3], -1))[known].float().cpu(), taken[known].cpu(), games[known].cpu()
     clock = w.time[..., None].expand_as(taken)[known].cpu()
-    inputs, fit = torch.cat([g, torch.ones(len(g), 1)], 1), game % 2 == 0
+    inputs, fit = torch.cat([g, torch.ones(len(g), 1)], 1).double(), game % 2 == 0
     if fit.sum() < 20 or (~fit).sum() < 20:
         return
     gram = inputs[fit].T @ inputs[fit] + 1e-3 * torch.eye(inputs.shape[1])
-    reading = torch.linalg.solve(gram, inputs[fit].T @ F.one_hot(label[fit], 3).float())
+    inverse = torch.linalg.pinv(gram, hermitian=True)  # the oracle's subgoals add up to 1, as the column of ones
+    reading = inverse @ (inputs[fit].T @ F.one_hot(label[fit], 3).double())
     right = ((inputs @ reading).argmax(1) == label)[~fit].float()
     writer.add_scalar("omg/probe_accuracy", float(right.mean()), step)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     _, _, axis_pair = torch.linalg.svd(g - g.mean(0), full_matrices=False)
-    place = ((g - g.mean(0)) @ axis_pair[:2].T)[:3000].numpy()
+    place = F.pad((g - g.mean(0)) @ axis_pair[:2].T, (0, 1))[:3000, :2].numpy()  # --goal-dim 1 has one axis
     for number, (name, colour) in enumerate((("nothing", "#9aa5b1"), ("stag", "#6e4623"), ("hare", "#3478c8"))):
         shown = label[:3000].numpy() == number
         axes[0].scatter(*place[shown].T, s=4, alpha=0.4, label=name, color=colour)
@@ -2325,24 +2338,28 @@ def main(args: Args) -> dict[str, float]:
             timing = {f"time/{name}": value for name, value in stage_seconds(marks).items()}
             timing |= {"time/training": spent + clock, "time/ready": ready}
             timing["charts/SPS"] = steps * args.num_seeds / (spent + clock)
-            for key, value in {**row, **timing}.items():
-                writers[s].add_scalar(key, value, steps)
+            with surviving("write to TensorBoard"):
+                for key, value in {**row, **timing}.items():
+                    writers[s].add_scalar(key, value, steps)
             with open(folders[s] / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"iteration": done, "steps": steps, **finite({**row, **timing})}) + "\n")
         mean = {key: np.mean([row[key] for row in rows]) for key in ("charts/episodic_return", "charts/stag_share")}
         bar.update(steps - bar.n)
         bar.set_postfix_str(f"return {mean['charts/episodic_return']:.3f}, stag share {mean['charts/stag_share']:.2f}")
         paused = time.time()  # pictures and checkpoints are no training
-        if RANK == 0 and ((args.picture_every and done % args.picture_every < args.log_every) or done == iterations):
-            draw_pictures(x, found, writers[: own.num_seeds], steps)
         if done % args.save_every < args.log_every or done == iterations:
             save()
+        if RANK == 0 and ((args.picture_every and done % args.picture_every < args.log_every) or done == iterations):
+            with surviving("draw"):
+                draw_pictures(x, found, writers[: own.num_seeds], steps)
         began += time.time() - paused
     bar.close()
     if RANK == 0:
-        film(x, folders[0] / "games.gif")
+        with surviving("film"):
+            film(x, folders[0] / "games.gif")
     for writer in writers:
-        writer.close()
+        with surviving("write to TensorBoard"):
+            writer.close()
     say(f"{spent + clock:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
     means = {key: float(np.mean([row[key] for row in rows])) for key in (rows[0] if rows else {})}
     return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}
@@ -2638,9 +2655,10 @@ def write_adaptation(folder: Path, sets: list[str], table: dict, curves: dict, s
                 axis.plot(steps, mean, label=name)
                 writer.writerows([key, name, *pair] for pair in zip(steps, mean, strict=True))
             axis.set(title=key, xlabel="steps")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "adaptation.png", dpi=75)
+    with surviving("draw"):
+        axes[0][0].legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(folder / "adaptation.png", dpi=75)
     plt.close(figure)
     print(f"tables and curves in {folder}")
 
@@ -2679,9 +2697,10 @@ def cross_play(args: Args, saved: dict, source: Args) -> dict[str, float]:
         print(f"{name} {mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}"))
     with open(folder / "cross_play.csv", "w", newline="") as file:
         csv.writer(file).writerows([["learner of seed", *(f"among seed {name}" for name in names)], *rows])
-    figure = draw_table(matrix, names, "among learners of seed", "learner of seed")
-    figure.savefig(folder / "cross_play.png", dpi=100)
-    pyplot().close(figure)
+    with surviving("draw"):
+        figure = draw_table(matrix, names, "among learners of seed", "learner of seed")
+        figure.savefig(folder / "cross_play.png", dpi=100)
+        pyplot().close(figure)
     return {name: mean for name, (mean, _) in scores.items()}
 
 
@@ -2736,15 +2755,14 @@ def keep_lines(path: Path, counter: str, last: int) -> None:
     path.write_text("".join(line for line in lines if json.loads(line)[counter] <= last))
 
 
-T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-
-
 def interval(values: list[float]) -> tuple[float, float]:
     """mean and half width of its 95 % interval (Student's t over seeds)"""
     values = [v for v in values if not math.isnan(v)]
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
-    t = T_975[min(len(values) - 2, len(T_975) - 1)]
+    from scipy import stats  # takes half a second to load
+
+    t = float(stats.t.ppf(0.975, len(values) - 1))
     return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 

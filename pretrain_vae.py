@@ -13,6 +13,7 @@ two exact ceilings, made from the players' known probabilities: what can be pred
 inferred from the same history by Bayes' rule. `docs/pretraining.md` explains every figure this script prints.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -631,23 +632,28 @@ def spread_goals(args: Args, parameters, generator, draws: int = 8):
     return parameters.chunk(2, -1)[0], drawn
 
 
-def classifier_metrics(probs: np.ndarray, action: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """probs [n, 7], action [n] -> figures and confusion matrix [true, predicted]. Where actions are equally likely (within
-    0.1), the prediction is split between them: else the order of the actions would decide who is right."""
-    own = probs[np.arange(len(action)), action]
+def votes(probs: np.ndarray) -> np.ndarray:
+    """probs [n, 7] -> the predicted action [n, 7]. Where actions are equally likely (within 0.1), the prediction is
+    split between them: else the order of the actions would decide who is right."""
     tied = probs >= probs.max(1, keepdims=True) - 0.1
-    vote = tied / tied.sum(1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return tied / tied.sum(1, keepdims=True)
+
+
+def classifier_metrics(probs: np.ndarray, action: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """probs [n, 7], action [n] -> figures and confusion matrix [true, predicted]"""
+    own = probs[np.arange(len(action)), action]
     confusion = np.zeros((NUM_ACTIONS, NUM_ACTIONS))
-    np.add.at(confusion, action, vote)
+    np.add.at(confusion, action, votes(probs))
     confidence, right = probs.max(1), probs.argmax(1) == action
-    bins = np.minimum((confidence * 15).astype(int), 14)
+    bins = np.clip(np.nan_to_num(confidence * 15), 0, 14).astype(int)  # as an integer, NaN depends on the machine
     gaps = [abs(confidence[bins == b].sum() - right[bins == b].sum()) for b in range(15)]
     hit, count, guessed = np.diag(confusion), confusion.sum(1), confusion.sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
         recall, precision = hit / count, hit / guessed
         f1 = np.nan_to_num(2 * hit / (count + guessed))
     figures = {
-        "top1": right.mean(),
+        "top1": hit.sum() / len(action),
         "top3": (np.argsort(-probs, 1, kind="stable")[:, :3] == action[:, None]).any(1).mean(),
         "nll": -np.log(np.maximum(own, 1e-12)).mean(),
         "ece": sum(gaps) / len(action),
@@ -697,13 +703,11 @@ def measure(args: Args, config: StagHuntConfig, models: Models, held_out: Career
         for name, p in zip(PREDICTORS, probs[:, s], strict=True):
             p = p.cpu().numpy()[acted]
             table[name], confusion = classifier_metrics(p, action)
-            picture[name] = {"confusion": confusion, "by_step": by_step(p.argmax(1) == action, steps, config.final_time)}
+            right = votes(p)[np.arange(len(action)), action]
+            picture[name] = {"confusion": confusion, "by_step": by_step(right, steps, config.final_time)}
         tables.append(table)
         pictures.append(picture)
     return tables, pictures
-
-
-T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -711,7 +715,9 @@ def interval(values: list[float]) -> tuple[float, float]:
     values = [v for v in values if not math.isnan(v)]
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
-    t = T_975[min(len(values) - 2, len(T_975) - 1)]
+    from scipy import stats  # takes half a second to load
+
+    t = float(stats.t.ppf(0.975, len(values) - 1))
     return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
@@ -736,6 +742,16 @@ def show_table(tables: list[dict]) -> str:
             line += (f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")).rjust(30)
         lines.append(line)
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def surviving(what: str):
+    """A picture must never cost a run: whatever fails in here is told in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        print(f"could not {what}: {type(error).__name__}: {reason}; the run goes on", flush=True)
 
 
 def draw(folder: Path, table: dict, picture: dict, curves: list[dict], probes: dict[str, np.ndarray]) -> None:
@@ -954,8 +970,9 @@ def main(args: Args) -> dict[str, float]:
         for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
             row = {f"losses/{key}": values[s] for key, values in parts.items()}
             row |= {f"{TAGS[name]}/{key}": value for name, figures in tables[s].items() for key, value in figures.items()}
-            for key, value in row.items():
-                writer.add_scalar(key, value, done)
+            with surviving("write to TensorBoard"):
+                for key, value in row.items():
+                    writer.add_scalar(key, value, done)
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"epoch": done, **finite(row)}) + "\n")
             write_evaluation(folder / "evaluation", f"epoch_{done}", tables[s], pictures[s])
@@ -981,15 +998,17 @@ def main(args: Args) -> dict[str, float]:
         for name in PREDICTORS[2:]:
             tables[s][name]["probe_accuracy"] = math.nan
         write_evaluation(folder / "evaluation", "final", tables[s], pictures[s])
-        draw(folder, tables[s], pictures[s], curves, probes)
-        for name in PREDICTORS[:2]:
-            writer.add_scalar(f"omg/probe_accuracy/{name}", tables[s][name]["probe_accuracy"], done)
-            for t, value in enumerate(probes[name]):
-                if not math.isnan(value):
-                    writer.add_scalar(f"omg/probe_accuracy_by_step/{name}", value, t)
-        for picture in sorted(folder.glob("*.png")):
-            writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
-        writer.close()
+        with surviving("draw"):
+            draw(folder, tables[s], pictures[s], curves, probes)
+        with surviving("write to TensorBoard"):
+            for name in PREDICTORS[:2]:
+                writer.add_scalar(f"omg/probe_accuracy/{name}", tables[s][name]["probe_accuracy"], done)
+                for t, value in enumerate(probes[name]):
+                    if not math.isnan(value):
+                        writer.add_scalar(f"omg/probe_accuracy_by_step/{name}", value, t)
+            for picture in sorted(folder.glob("*.png")):
+                writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
+            writer.close()
     print(f"held-out games, {args.num_seeds} seed(s); pictures and CSV in {folders[0]}")
     print(show_table(tables))
     for name in PREDICTORS[:2]:

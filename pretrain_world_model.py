@@ -10,6 +10,7 @@ A transition is one player's view of one step: (its planes, the joint action in 
 later, its own reward). `docs/pretraining.md` explains every figure this script prints.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -481,7 +482,9 @@ def steps_ahead(env: StagHuntEnv, model: nn.Module, games: list[Games], limit: i
         starts = []
         for g in games:
             found = g.acted[:, k - 1 :].nonzero()  # [_, (game, t, observer)], on the board still at t + k - 1
-            starts.append(found[torch.linspace(0, len(found) - 1, min(limit, len(found)), device=found.device).long()])
+            number = torch.arange(min(limit, len(found)), device=found.device)
+            place = number * (len(found) - 1) // max(1, len(number) - 1)  # in integers: the same on every machine
+            starts.append(found[place])
         count = min(len(s) for s in starts)
         if count == 0:
             continue
@@ -523,15 +526,15 @@ def measure(model, env: StagHuntEnv, games: list[Games], held_out: Transitions, 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables and pictures
 
-T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-
 
 def interval(values: list[float]) -> tuple[float, float]:
     """mean and half width of its 95 % interval (Student's t over seeds)"""
     values = [v for v in values if not math.isnan(v)]
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
-    t = T_975[min(len(values) - 2, len(T_975) - 1)]
+    from scipy import stats  # takes half a second to load
+
+    t = float(stats.t.ppf(0.975, len(values) - 1))
     return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
@@ -547,6 +550,16 @@ def write_table(path: Path, rows: list[dict[str, float]], seeds: list[int]) -> s
             writer.writerow([key, mean, half, *values])
             lines.append(f"{key:<28}{mean:>14.6g}" + (f" ± {half:.2g}" if not math.isnan(half) else ""))
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def surviving(what: str):
+    """A picture must never cost a run: whatever fails in here is told in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        print(f"could not {what}: {type(error).__name__}: {reason}; the run goes on", flush=True)
 
 
 def draw_cases(path: Path, config: StagHuntConfig, data: Transitions, p: Prediction, cases: list[int]) -> None:
@@ -656,9 +669,10 @@ def report(args: Args, env, model, games, held_out, seeds, folders: list[Path]) 
         board, joint = (x.expand(model_count(model), *x.shape[1:]) for x in (data.board, data.joint))
         p = Prediction(*(x[s * members : s * members + 1] for x in predict(model, board, joint)))
         worst = (p.raw - data.next_board.float()).square().flatten(2).sum(2)[0] + (p.reward - data.reward)[0].abs()
-        draw_cases(folder / "cases_worst.png", env.config, data, p, worst.argsort(descending=True)[:4].tolist())
-        draw_cases(folder / "cases_random.png", env.config, data, p, [k * len(worst) // 4 for k in range(4)])
-        draw_summary(folder, env.config, data, p, rows[s])
+        with surviving("draw"):
+            draw_cases(folder / "cases_worst.png", env.config, data, p, worst.argsort(descending=True)[:4].tolist())
+            draw_cases(folder / "cases_random.png", env.config, data, p, [k * len(worst) // 4 for k in range(4)])
+            draw_summary(folder, env.config, data, p, rows[s])
     return rows
 
 
@@ -838,8 +852,9 @@ def main(args: Args) -> dict[str, float]:
         rows = measure(model, env, [pair[1] for pair in games], watched, ahead=False)
         for s, (row, folder, writer) in enumerate(zip(rows, folders, writers, strict=True)):
             row = {"loss": float(np.mean(loss[s * args.wm_ensemble : (s + 1) * args.wm_ensemble])), **row}
-            for key, value in row.items():
-                writer.add_scalar("losses/world_model" if key == "loss" else f"wm/{key}", value, done)
+            with surviving("write to TensorBoard"):
+                for key, value in row.items():
+                    writer.add_scalar("losses/world_model" if key == "loss" else f"wm/{key}", value, done)
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"update": done, **finite(row)}) + "\n")
         bar.set_postfix_str(f"loss {np.mean(loss):.4g}, exact match {np.mean([row['exact_match'] for row in rows]):.4%}")
@@ -848,11 +863,12 @@ def main(args: Args) -> dict[str, float]:
 
     rows = report(args, env, model, [pair[1] for pair in games], held_out, seeds, folders)
     for row, folder, writer in zip(rows, folders, writers, strict=True):
-        for key, value in row.items():
-            writer.add_scalar(f"wm_final/{key}", value, done)
-        for picture in sorted(folder.glob("*.png")):
-            writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
-        writer.close()
+        with surviving("write to TensorBoard"):
+            for key, value in row.items():
+                writer.add_scalar(f"wm_final/{key}", value, done)
+            for picture in sorted(folder.glob("*.png")):
+                writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
+            writer.close()
     print(f"{spent + time.time() - started:.1f} s in all; checkpoint {folders[0]}/checkpoint.pt")
     return {
         "checkpoint": str(folders[0] / "checkpoint.pt"),

@@ -119,6 +119,7 @@ import itertools
 import math
 import operator
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -655,6 +656,7 @@ def _uniform_over(allowed):
 def sample(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """[..., A] -> int64 [...]. Never draws an action of probability 0."""
     noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
+    noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # never 0: argmax takes 0 / 0 for the largest
     return (probs / noise).argmax(-1)
 
 
@@ -815,62 +817,46 @@ def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faces: one game, numpy in and out
+# Wrappers: one game, numpy in and out
 
-
-class _OneGame:
-    """What the two faces share: one game of the batched core."""
-
-    def __init__(self, config: StagHuntConfig):
-        self.core, self.state = StagHuntEnv(config, num_envs=1), None
-        self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
-        self.observation_space = gymnasium.spaces.Dict(
-            observation=gymnasium.spaces.Box(0, 1, config.observation_shape, np.uint8),
-            action_mask=gymnasium.spaces.MultiBinary(NUM_ACTIONS),
-            time=gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32),
-        )
-        self.action_space = gymnasium.spaces.Discrete(NUM_ACTIONS)
-
-    def reset(self, seed):
-        if seed is not None:
-            self.core.generator.manual_seed(seed)
-        self.state = self.core.initial_state()
-        self.returns = torch.zeros(1, self.core.config.num_players)
-
-    def step(self, actions: list[int]) -> tuple[list[float], bool]:
-        self.state, reward, _, done = self.core.transition(self.state, torch.tensor([actions]))
-        self.returns += reward
-        return reward[0].tolist(), bool(done)
-
-    def observations(self) -> list[dict[str, np.ndarray]]:
-        planes, clock = self.core.observe(self.state)[0].numpy(), self.core.clock(self.state).numpy()
-        masks = self.core.legal_actions(self.state)[0].numpy().astype(np.int8)
-        return [{"observation": p, "action_mask": m, "time": clock} for p, m in zip(planes, masks, strict=True)]
-
-    def render(self, mode):
-        draw = {"ansi": render_ansi, "rgb_array": render_rgb}.get(mode)
-        return draw and draw(self.core.config, self.state, self.returns)
-
-
-def _check_render_mode(mode, known):
-    if mode is not None and mode not in known:
-        raise ValueError(f"unknown render_mode {mode!r}; the known ones are {', '.join(known)}")
-    return mode
+RENDERERS = {"ansi": render_ansi, "rgb_array": render_rgb}
+HUNTERS = {"random": None, "nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}  # what each looks for
 
 
 class StagHuntParallelEnv(ParallelEnv):
-    """PettingZoo face: agents player_0 .. player_{n-1}. Everyone stays an agent until the game ends, because a player that has
-    left still has its one legal action and, when `prosocial`, its reward. The end is a termination, never a truncation."""
+    """PettingZoo wrapper: agent player_i sits in seat i. `seats` may put rule-based players in some of the seats.
 
-    metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+    The game is set by a StagHuntConfig, a dict of its fields or keywords: `StagHuntParallelEnv(height=5, width=5)`. Who
+    has left stays an agent, with one legal action. The end is a termination, never a truncation. It also comes once all
+    agents have left rule-based players behind, unless `prosocial`: then they still get rewards.
 
-    def __init__(self, config: StagHuntConfig | None = None, render_mode: str | None = None):
-        self.render_mode = _check_render_mode(render_mode, self.metadata["render_modes"])
-        self._game = _OneGame(config or StagHuntConfig())
-        self.possible_agents = [f"player_{i}" for i in range(self._game.core.config.num_players)]
-        self.agents = []
-        self.observation_spaces = dict.fromkeys(self.possible_agents, self._game.observation_space)
-        self.action_spaces = {agent: gymnasium.spaces.Discrete(NUM_ACTIONS) for agent in self.possible_agents}
+    The rules stand here once more in plain Python, because a torch operation takes 5 us however small the batch. The
+    batched game deals, and tests/test_wrappers.py compares every step with it.
+    """
+
+    metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": list(RENDERERS), "render_fps": 4}
+
+    def __init__(self, config: StagHuntConfig | dict | None = None, render_mode=None, seats=None, **fields):
+        given = dataclasses.asdict(config) if isinstance(config, StagHuntConfig) else config or {}
+        self.config = StagHuntConfig(**{**given, **fields})
+        if render_mode not in (None, *RENDERERS):
+            raise ValueError(f"unknown render_mode {render_mode!r}; the known ones are {', '.join(RENDERERS)}")
+        n, (planes, height, width) = self.config.num_players, self.config.observation_shape
+        seats = seats.split(",") if isinstance(seats, str) else seats or ["learner"] * n
+        self.seats, self.render_mode = check_seats(seats, n, also=("learner",)), render_mode
+        self.seat = {f"player_{i}": i for i, name in enumerate(self.seats) if name == "learner"}
+        self.possible_agents, self.agents = list(self.seat), []
+        self.core, self.random, self.deals, self.time = StagHuntEnv(self.config), random.Random(), [], None
+        self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
+        self.target, self.ego = self.core.target.tolist(), self.core.ego.tolist()
+        seen = gymnasium.spaces.Dict(
+            observation=gymnasium.spaces.Box(0, 1, (planes, height, width), np.uint8),
+            action_mask=gymnasium.spaces.MultiBinary(NUM_ACTIONS),
+            time=gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32),
+        )
+        self.observation_spaces = dict.fromkeys(self.seat, seen)
+        self.action_spaces = {agent: gymnasium.spaces.Discrete(NUM_ACTIONS) for agent in self.seat}
+        self.state_space = gymnasium.spaces.Box(0.0, 1.0, (planes + 1, height, width), np.float32)
 
     def observation_space(self, agent):
         return self.observation_spaces[agent]
@@ -879,66 +865,134 @@ class StagHuntParallelEnv(ParallelEnv):
         return self.action_spaces[agent]
 
     def reset(self, seed=None, options=None):
-        self._game.reset(seed)
-        self.agents = list(self.possible_agents)
-        return self._each(self._game.observations()), {agent: {} for agent in self.agents}
+        if seed is not None:
+            self.core.generator.manual_seed(seed)
+            self.random, self.deals = random.Random(int(seed)), []
+        if not self.deals:  # 8 games take little longer to deal than one
+            self.deals = list(zip(*(x.tolist() for x in self.core.initial_state(8)), strict=True))
+        self.position, self.present, self.prey_position, _, self.walls, self.time, self.first_hunt = self.deals.pop()
+        self.prey = dict(zip(self.prey_position, self.core.hunt_action.tolist(), strict=True))  # living: cell -> hunt
+        self.returns, self.agents = [0.0] * len(self.seats), list(self.seat)
+        return self._observe()
 
     def step(self, actions):
         if not self.agents:
-            raise ValueError("the game is over: call reset first")
-        missing = [agent for agent in self.agents if agent not in actions]
-        if missing:
+            raise ValueError("no game is on: call reset first")
+        if missing := [agent for agent in self.agents if agent not in actions]:
             raise ValueError(f"step needs an action for {', '.join(missing)}")
-        rewards, done = self._game.step([operator.index(actions[agent]) for agent in self.agents])
-        n = len(self.agents)
-        results = self._game.observations(), rewards, [done] * n, [False] * n, [{} for _ in range(n)]
-        self.agents = [] if done else self.agents
-        return tuple(self._each(values) for values in results)
+        chosen = {i: operator.index(actions[agent]) for agent, i in self.seat.items()}
+        if not all(0 <= action < NUM_ACTIONS for action in chosen.values()):
+            raise ValueError(f"actions must be 0 to {NUM_ACTIONS - 1}, not {list(chosen.values())}")
+        rewards = self._play([chosen[i] if i in chosen else self._choose(i) for i in range(len(self.seats))])
+        self.returns = [total + reward for total, reward in zip(self.returns, rewards, strict=True)]
+        config, k = self.config, self.config.steps_after_first_hunt
+        over = self.time >= config.final_time or (k is not None and 0 <= self.first_hunt <= self.time - k)
+        over |= not any(self.present if config.prosocial else [self.present[i] for i in chosen])
+        observations, infos = self._observe()
+        ends, cuts = dict.fromkeys(self.seat, over), dict.fromkeys(self.seat, False)
+        self.agents = [] if over else self.agents
+        return observations, {agent: rewards[i] for agent, i in self.seat.items()}, ends, cuts, infos
+
+    def _play(self, actions):  # of all seats -> rewards of all seats
+        config, parties, strengths = self.config, {}, self.config.strengths or [1.0] * len(actions)
+        rewards = [config.time_reward * here for here in self.present]
+        for i, action in enumerate(actions):
+            if action in self._legal(i):
+                if action > STAY:
+                    parties.setdefault(self.position[i], []).append(i)
+                self.position[i] = self.target[self.position[i]][action]
+        self.time += 1
+        for cell, party in parties.items():
+            if self.prey[cell] == HUNT_HARE or len(party) > 1:
+                value = config.hare_reward if self.prey.pop(cell) == HUNT_HARE else config.stag_reward
+                self.first_hunt = self.time if self.first_hunt < 0 else self.first_hunt
+                for i in party:
+                    rewards[i] += value * strengths[i] / sum(strengths[j] for j in party)
+                    self.present[i] = False
+        return [sum(rewards) / len(rewards)] * len(rewards) if config.prosocial else rewards
+
+    def _legal(self, i):  # the legal actions of seat i
+        here = self.position[i]
+        if not self.present[i]:
+            return [STAY]
+        moves = [a for a, to in enumerate(self.target[here][:STAY]) if to != here and not self.walls[to]]
+        return [*moves, STAY, self.prey[here]] if here in self.prey else [*moves, STAY]
+
+    def _choose(self, i):  # the action of the rule-based player in seat i
+        name, here, legal = self.seats[i], self.position[i], self._legal(i)
+        if name not in HUNTERS:  # a player that somebody has added
+            probs = PLAYER_PROBS[name](self.core, self._batch(), i)[0].tolist()
+            return self.random.choices(range(NUM_ACTIONS), probs)[0]
+        hunt = HUNTERS[name]
+        steps = {cell: 0 for cell, kind in self.prey.items() if kind == hunt}  # from each cell to the nearest such prey
+        queue = list(steps)
+        for cell in queue:
+            for to in self.target[cell][:STAY]:
+                if to not in steps and not self.walls[to]:
+                    steps[to] = steps[cell] + 1
+                    queue.append(to)
+        closer = [a for a in legal if steps and (a == hunt or steps[self.target[here][a]] < steps[here])]
+        return self.random.choice(closer or legal)
+
+    def _observe(self):  # observations, infos
+        planes, n, found = self.state(), len(self.seats), {}
+        for agent, i in self.seat.items():
+            view, mask = planes[[*self.ego[i], n, n + 1, n + 2]].astype(np.uint8), np.zeros(NUM_ACTIONS, np.int8)
+            mask[self._legal(i)] = 1
+            found[agent] = {"observation": view, "action_mask": mask, "time": planes[-1, 0, :1].copy()}
+        return found, {agent: {"action_mask": found[agent]["action_mask"]} for agent in found}
+
+    def state(self) -> np.ndarray:
+        """float32 [C + 1, H, W]: the planes in seat order, as seat 0 sees them, and one filled with the clock"""
+        if self.time is None:
+            raise ValueError("no game has begun: call reset before state")
+        n, planes = len(self.seats), np.zeros((self.state_space.shape[0], self.config.num_cells), np.float32)
+        planes[range(n), self.position] = self.present
+        planes[n] = self.walls
+        for cell, hunt in self.prey.items():
+            planes[n + 1 + (hunt == HUNT_HARE), cell] = 1
+        planes[n + 3] = self.time / self.config.final_time
+        return planes.reshape(self.state_space.shape)
 
     def render(self):
-        return self._game.render(self.render_mode)
+        if self.time is None:
+            raise ValueError("no game has begun: call reset before render")
+        draw = RENDERERS.get(self.render_mode)
+        return draw and draw(self.config, self._batch(), torch.tensor([self.returns]))
 
-    def _each(self, values):
-        return dict(zip(self.possible_agents, values, strict=True))
+    def _batch(self):  # State, B = 1
+        alive = [cell in self.prey for cell in self.prey_position]
+        values = self.position, self.present, self.prey_position, alive, self.walls, self.time, self.first_hunt
+        return State(*(torch.tensor([x], dtype=like.dtype) for x, like in zip(values, self.core.state, strict=True)))
 
 
 class StagHuntGymEnv(gymnasium.Env):
-    """Gymnasium face `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others."""
+    """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others. The episode
+    ends when the learner has left, unless `prosocial`. Arguments as above: gymnasium.make("StagHunt-v0", height=5)."""
 
-    metadata: ClassVar = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+    metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}
 
-    def __init__(
-        self,
-        config: StagHuntConfig | None = None,
-        seats: tuple[str, ...] = ("learner", "nearest_stag", "nearest_hare", "random"),
-        render_mode: str | None = None,
-    ):
-        config = config or StagHuntConfig()
-        self.seats = check_seats(seats, config.num_players, also=("learner",))
-        if self.seats.count("learner") != 1:
-            raise ValueError(f"StagHunt-v0 needs exactly 1 learner among the seats, not {self.seats.count('learner')}")
-        self.render_mode = _check_render_mode(render_mode, self.metadata["render_modes"])
-        self.learner = self.seats.index("learner")
-        self._game = _OneGame(config)
-        self.observation_space, self.action_space = self._game.observation_space, self._game.action_space
+    def __init__(self, config=None, seats="learner,nearest_stag,nearest_hare,random", render_mode=None, **fields):
+        self.parallel_env, self.render_mode = StagHuntParallelEnv(config, render_mode, seats, **fields), render_mode
+        if len(self.parallel_env.seat) != 1:
+            raise ValueError(f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(self.parallel_env.seat)}")
+        ((self.agent, self.learner),) = self.parallel_env.seat.items()
+        self.observation_space = self.parallel_env.observation_space(self.agent)
+        self.action_space = self.parallel_env.action_space(self.agent)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self._game.reset(seed)
-        return self._game.observations()[self.learner], {}
+        return tuple(x[self.agent] for x in self.parallel_env.reset(seed))
 
     def step(self, action):
-        core, state, actions = self._game.core, self._game.state, []
-        if state is None:
-            raise ValueError("call reset before step")
-        for i, name in enumerate(self.seats):
-            rule = PLAYER_PROBS.get(name)
-            actions.append(int(sample(rule(core, state, i), core.generator)) if rule else operator.index(action))
-        rewards, done = self._game.step(actions)
-        return self._game.observations()[self.learner], rewards[self.learner], done, False, {}
+        return tuple(x[self.agent] for x in self.parallel_env.step({self.agent: action}))
+
+    def action_masks(self) -> np.ndarray:
+        """bool [7]: the name by which MaskablePPO of sb3-contrib asks"""
+        return np.isin(range(NUM_ACTIONS), self.parallel_env._legal(self.learner))
 
     def render(self):
-        return self._game.render(self.render_mode)
+        return self.parallel_env.render()
 
 
 if "StagHunt-v0" not in gymnasium.registry:
@@ -1041,15 +1095,18 @@ def _play_games(env, players):  # -> returns [B, N]
 
 
 def equal_means_p(returns: torch.Tensor) -> float:
-    """p of equal seat means, [games, N]. Seats of one game depend on each other, hence Hotelling's T^2 of the differences
-    (its chi-square limit: the games are many)."""
+    """p of equal seat means, [games, N]. Seats of one game depend on each other, hence Hotelling's T^2 of the
+    differences, whose distribution is known also of few games."""
+    from scipy import stats  # takes half a second to load
+
     difference = returns[:, 1:] - returns[:, :1]
     covariance = torch.cov(difference.T).reshape(difference.shape[1], -1) / len(difference)
     mean, freedom = difference.mean(0), int(torch.linalg.matrix_rank(covariance, hermitian=True))
     if freedom == 0:
         return 1.0 if bool((mean == 0).all()) else 0.0
     statistic = mean @ torch.linalg.pinv(covariance, hermitian=True) @ mean
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), statistic / 2))
+    rest = len(returns) - freedom
+    return float(stats.f.sf(float(statistic) * rest / (freedom * (len(returns) - 1)), freedom, rest))
 
 
 def benchmark(args: Args, configs: list[StagHuntConfig]) -> dict:

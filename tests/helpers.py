@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import reference_game as reference
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, StagHuntFlags, State, sample, seat_probs
 
@@ -157,3 +158,33 @@ def same_tree(a, b):
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+class NoNonFiniteCasts(TorchDispatchMode):
+    """Every machine makes another integer of a NaN or of a number too large (ARM: 0 or the largest, x86: the smallest).
+    Here no cast from a float may meet one, nor may what counts or draws by floats."""
+
+    BY_FLOATS = ("bincount", "bucketize", "histc", "multinomial", "searchsorted")
+
+    def __init__(self):
+        super().__init__()
+        self.casts = 0  # those that were looked at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "_to_copy":
+            self.look(args[0], kwargs.get("dtype") or args[0].dtype)
+        elif name in ("copy", "copy_"):
+            self.look(args[1], args[0].dtype)
+        elif name in self.BY_FLOATS:
+            for x in args:
+                if isinstance(x, torch.Tensor):
+                    assert x.isfinite().all(), f"{name} of a number that is not finite"
+        return func(*args, **kwargs)
+
+    def look(self, source, dtype):
+        if source.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
+            self.casts += 1
+            info, whole = torch.iinfo(dtype), source.detach().double().trunc()
+            fits = (whole >= float(info.min)) & (whole < float(info.max) + 1)
+            assert fits.all(), f"a float that no {dtype} can be"

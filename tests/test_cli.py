@@ -90,7 +90,7 @@ def test_bad_calls_are_refused(call, words):
 
 
 @pytest.mark.parametrize("bad", [7, -1])
-def test_faces_refuse_actions_out_of_range(bad):
+def test_wrappers_refuse_actions_out_of_range(bad):
     parallel, single = StagHuntParallelEnv(), gymnasium.make("StagHunt-v0").unwrapped
     parallel.reset(seed=1)
     single.reset(seed=1)
@@ -170,6 +170,18 @@ def test_equal_means_p(seats):
     own[:, 1] += 0.2
     assert equal_means_p(own) < 1e-6
     assert equal_means_p(torch.ones(100, seats, dtype=torch.float64)) == 1.0
+
+
+@pytest.mark.parametrize(("games", "seats"), [(10, 4), (6, 3)])
+def test_equal_means_p_of_few_games(games, seats):
+    generator = seeded(5)
+    values = []
+    for _ in range(1000):
+        shared = torch.randn(games, 1, generator=generator, dtype=torch.float64)
+        values.append(equal_means_p(shared + torch.randn(games, seats, generator=generator, dtype=torch.float64)))
+    values = torch.tensor(values)
+    assert chi_square_p(torch.histc(values, 10, 0, 1)) > 1e-3
+    assert (values < 0.05).float().mean() < 0.075, "the chi-square limit is three to five times too sure of itself"
 
 
 def test_the_examples_in_the_manual():

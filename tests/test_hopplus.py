@@ -14,7 +14,17 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import PRETRAINING_CASES, lines_of, mixed_actions, parts_of, random_kinds, same_tree, seeded, without_times
+from helpers import (
+    PRETRAINING_CASES,
+    NoNonFiniteCasts,
+    lines_of,
+    mixed_actions,
+    parts_of,
+    random_kinds,
+    same_tree,
+    seeded,
+    without_times,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1218,9 +1228,106 @@ def test_variants_run_and_stay_finite(changes, tmp_path, no_pictures):
     assert all(tensor.isfinite().all() for net in nets.values() for tensor in net.values())
 
 
-def test_pictures_of_every_kind_of_subgoal(tmp_path):
-    figures = run(tmp_path, goal_kind="discrete", share_parameters=True, wm_head="pixel", total_steps=32)
+PICTURED = {
+    "discrete": {"goal_kind": "discrete", "share_parameters": True, "wm_head": "pixel"},
+    "oracle": {"subgoals": "oracle", "seats": "learner,nearest_hare,nearest_hare", "num_steps": 64, "num_envs": 16},
+    "one number": {"goal_dim": 1, "num_steps": 16},
+}
+
+
+@pytest.mark.parametrize("changes", PICTURED.values(), ids=PICTURED)
+def test_pictures_of_every_kind_of_subgoal(changes, tmp_path, capsys):
+    figures = run(tmp_path, **{"total_steps": 32, **changes})
     assert undefined(figures) == [] and list(tmp_path.glob("*/games.gif"))
+    events = EventAccumulator(str(Path(figures["checkpoint"]).parent)).Reload()
+    assert "could not" not in capsys.readouterr().out and "omg/subgoals" in events.Tags()["images"]
+
+
+def test_a_linear_reading_of_subgoals_that_add_up_to_one(monkeypatch):
+    """2^17 samples of each kind, as many as a long run has: next to them a ridge vanishes in single precision."""
+    x, shape = experiment(method="ppo-omg"), (1, 64, 4096)
+    board, joint = torch.ones(*shape, 6, 1, 1, dtype=torch.uint8), torch.zeros(*shape, 3, dtype=torch.uint8)
+    w = hop.Steps(**{**dict.fromkeys(hop.Steps._fields, torch.zeros(shape)), "board": board, "joint": joint})
+    monkeypatch.setattr(hop, "prey_taken", lambda _: torch.tensor([1, 2]).expand(*shape, 2))
+    goals = torch.eye(2, 5).expand(*shape, 2, 5)  # who sits there, as the oracle tells it
+    x.last = {"steps": w, "choices": choices_of(goals=goals.flatten(3))}
+    told = {}
+
+    class Writer:
+        add_scalar = staticmethod(lambda key, value, step: told.update({key: value}))
+        add_figure = staticmethod(lambda key, figure, step: told.update({key: figure}))
+
+    hop.draw_subgoals(x, slice(0, 1), Writer, 0)
+    assert told["omg/probe_accuracy"] == 1, "g tells who is who, and each takes another prey"
+    hop.pyplot().close(told["omg/subgoals"])
+
+
+class DiskFull:
+    """A writer of TensorBoard events that cannot write"""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def fail(self, *_, **__):
+        raise OSError("no space left\non device")
+
+    add_scalar = add_histogram = add_figure = add_image = close = fail
+
+
+FAILING = {
+    "drawing": ("draw_table", "could not draw"),
+    "filming": ("write_gif", "could not film"),
+    "TensorBoard": ("SummaryWriter", "could not write to TensorBoard"),
+}
+
+
+@pytest.mark.parametrize(("name", "said"), FAILING.values(), ids=FAILING)
+def test_what_cannot_be_drawn_costs_nothing(name, said, tmp_path, monkeypatch, capsys):
+    changes = {"picture_every": 1, "total_steps": 96}
+    with monkeypatch.context() as patch:
+        for part in ("draw_pictures", "film"):
+            patch.setattr(hop, part, lambda *_: None)
+        whole = run(tmp_path / "whole", **changes)
+
+    def fails(*_, **__):
+        raise RuntimeError("singular\nin two lines")
+
+    monkeypatch.setattr(hop, name, DiskFull if name == "SummaryWriter" else fails)
+    capsys.readouterr()
+    figures = run(tmp_path / "failing", **changes)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "could not" in line]
+    error = "OSError: no space left on device" if name == "SummaryWriter" else "RuntimeError: singular in two lines"
+    assert f"{said}: {error}; the run goes on" in lines
+    first, second = (torch.load(path.pop("checkpoint"), weights_only=True) for path in (whole, figures))
+    assert second["iteration"] == 3 and same_tree(first["tensors"], second["tensors"])
+    assert figures == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
+
+
+def test_checkpoints_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
+    done, save = [], hop.save_atomically
+    monkeypatch.setattr(hop, "save_atomically", lambda path, content: (done.append("save"), save(path, content)))
+    monkeypatch.setattr(hop, "draw_pictures", lambda *_: done.append("draw"))
+    monkeypatch.setattr(hop, "film", lambda *_: done.append("film"))
+    run(tmp_path, picture_every=2, save_every=2, total_steps=4 * 32)
+    assert done == ["save", "draw", "save", "draw", "film"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "wm_head": "pixel", "seats": "learner,mixed,learner"}])
+def test_no_cast_depends_on_the_machine(changes, tmp_path):
+    with NoNonFiniteCasts() as seen:
+        run(tmp_path, total_steps=32, **changes)
+    assert seen.casts > 0
+
+
+def test_casts_that_depend_on_the_machine_are_noticed():
+    with NoNonFiniteCasts() as seen:
+        assert torch.tensor([-0.9, 255.9]).to(torch.uint8).tolist() == [0, 255] and seen.casts == 1
+        torch.tensor([math.nan]).double()
+        for value, dtype in ((math.nan, torch.int64), (math.inf, torch.int32), (256.0, torch.uint8), (-1.0, torch.uint8)):
+            with pytest.raises(AssertionError, match="no torch"):
+                torch.tensor([value]).to(dtype)
+            with pytest.raises(AssertionError, match="no torch"):
+                torch.zeros(1, dtype=dtype)[:] = torch.tensor([value])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -1270,8 +1377,9 @@ def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, no_pi
         return iterate(x, *key)
 
     monkeypatch.setattr(hop, "iterate", poisoned)
-    with pytest.raises(FloatingPointError, match=quantity) as error:
+    with pytest.raises(FloatingPointError, match=quantity) as error, NoNonFiniteCasts() as seen:
         run(tmp_path, total_steps=5 * 32)
+    assert seen.casts > 0
     (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
     assert str(bad) in str(error.value) and len(calls) == 3 and "\n" not in str(error.value)
     good = torch.load(bad.parent / "checkpoint.pt", weights_only=True)  # the one before is not overwritten

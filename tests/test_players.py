@@ -18,6 +18,7 @@ from stag_hunt_env import (
     StagHuntEnv,
     State,
     check_seats,
+    pick,
     sample,
     seat_probs,
 )
@@ -135,6 +136,23 @@ def test_players_play_by_their_probabilities(config, times, name):
             counts = torch.bincount(actions[:, seat], minlength=7)
             assert (counts[chance == 0] == 0).all()
             assert (chance > 0).sum() == 1 or chi_square_p(counts[chance > 0], chance[chance > 0]) > 1e-4
+
+
+def test_what_is_drawn_is_legal_whatever_rounding_does(monkeypatch):
+    """Also at the ends of the range of the random numbers, and if probabilities do not add up to 1"""
+    generator = seeded(4)
+    legal = torch.rand(20_000, 7, generator=generator) < 0.4
+    legal[torch.arange(len(legal)), torch.arange(len(legal)) % 7] = True
+    for power in (1, 8, 30):
+        probs = legal * (torch.rand(legal.shape, generator=generator) ** power).clamp(min=1e-30)
+        for p in (probs, probs / probs.sum(-1, keepdim=True)):
+            largest = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
+            for uniform in (torch.zeros(()), largest, torch.rand(len(p), generator=generator)):
+                assert legal.gather(1, pick(p, uniform.expand(len(p)))[:, None]).all()
+            with monkeypatch.context() as patch:
+                assert legal.gather(1, sample(p, generator)[:, None]).all()
+                patch.setattr(torch.Tensor, "exponential_", lambda x, generator: x.zero_())
+                assert legal.gather(1, sample(p, generator)[:, None]).all()
 
 
 def test_sample_follows_the_probabilities():

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import NoNonFiniteCasts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain_vae as vae
@@ -243,14 +244,58 @@ def test_not_a_number_stops_the_run(script, tmp_path, monkeypatch, no_pictures):
         return train(args, *rest)
 
     monkeypatch.setattr(script, name, poisoned)
-    with pytest.raises(FloatingPointError, match=r"losses/(world_model|moa_cvae)") as error:
+    with pytest.raises(FloatingPointError, match=r"losses/(world_model|moa_cvae)") as error, NoNonFiniteCasts() as seen:
         script.main(tiny(script, tmp_path))
+    assert seen.casts > 0
     (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
     assert str(bad) in str(error.value) and len(calls) == 2
     good = torch.load(bad.parent / "checkpoint.pt", weights_only=True)  # the one before is not overwritten
     assert all(x.isfinite().all() for x in good["model"].values())
     assert not all(x.isfinite().all() for x in torch.load(bad, weights_only=True)["model"].values())
     assert len(lines_of(bad.parent)) == 1
+
+
+@both
+@pytest.mark.filterwarnings("error:invalid value encountered in cast")
+def test_no_cast_depends_on_the_machine(script, tmp_path, monkeypatch, no_pictures):
+    """Not even if the last update makes the model's weights NaN: it is measured before the next loss tells."""
+    name = "train" if script is wm else "train_epoch"
+    train, calls = getattr(script, name), []
+
+    def poisoned(args, *rest):
+        losses, model = train(args, *rest), rest[0] if script is wm else rest[1].moa
+        calls.append(name)
+        if len(calls) == 4:
+            with torch.no_grad():
+                list(model.parameters())[-2].fill_(math.nan)
+        return losses
+
+    monkeypatch.setattr(script, name, poisoned)
+    with NoNonFiniteCasts() as seen:
+        script.main(tiny(script, tmp_path))
+    assert seen.casts > 0 and len(calls) == 4
+
+
+@both
+def test_what_cannot_be_drawn_costs_nothing(script, tmp_path, monkeypatch, capsys):
+    class DiskFull:
+        def __init__(self, *_, **__):
+            pass
+
+        def add_scalar(self, *_):
+            raise OSError("no space left")
+
+    def fails(*_):
+        raise RuntimeError("singular")
+
+    monkeypatch.setattr(script, "SummaryWriter", DiskFull)
+    monkeypatch.setattr(script, "draw" if script is vae else "draw_summary", fails)
+    figures = script.main(tiny(script, tmp_path))
+    said = capsys.readouterr().out
+    assert "could not draw: RuntimeError: singular; the run goes on\n" in said
+    assert said.count("could not write to TensorBoard: OSError: no space left; the run goes on\n") == 5
+    assert torch.load(figures["checkpoint"], weights_only=True)["epoch" if script is vae else "updates"] in (4, 40)
+    assert len(lines_of(Path(figures["checkpoint"]).parent)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

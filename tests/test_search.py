@@ -18,6 +18,7 @@ import reference_search as reference
 import torch
 from helpers import (
     PRETRAINING_CASES,
+    NoNonFiniteCasts,
     assert_same,
     games_of,
     lines_of,
@@ -1254,6 +1255,54 @@ def test_variants_run_and_log_what_the_search_does(changes, tmp_path, no_picture
     assert (line["losses/distill"] > 0) == (changes.get("policy_loss") != "ppo")
     nets = torch.load(figures["checkpoint"], weights_only=True)["tensors"]["nets"]
     assert all(tensor.isfinite().all() for net in nets.values() for tensor in net.values())
+
+
+POISONED = [("policy", "puct"), ("world", "gumbel"), ("moa", "puct"), ("moa", "gumbel"), ("nothing", "gumbel")]
+
+
+@pytest.mark.parametrize(("part", "root"), POISONED)
+def test_not_a_number_stops_the_run(part, root, tmp_path, monkeypatch, no_pictures):
+    """On every machine: no cast meets one on its way through the search, nor in a run without"""
+    iterate, calls = hop.iterate, []
+
+    def poisoned(x, *key):
+        calls.append(part)
+        if len(calls) == 2 and part != "nothing":
+            net = {"policy": x.nets.policy.actor, "world": x.nets.world, "moa": x.nets.models.moa}[part]
+            with torch.no_grad():
+                list(net.parameters())[-2].fill_(math.nan)
+        return iterate(x, *key)
+
+    monkeypatch.setattr(hop, "iterate", poisoned)
+    changes = {"num_steps": 6, "total_steps": 3 * 24, "num_simulations": 4, "pretraining_updates": 2, "root": root}
+    with NoNonFiniteCasts() as seen:
+        if part == "nothing":
+            assert math.isfinite(run(tmp_path, **changes)["losses/policy"])
+        else:
+            with pytest.raises(FloatingPointError, match=r"losses/.* is .* at iteration 2") as error:
+                run(tmp_path, **changes)
+            assert str(next(tmp_path.glob("*/checkpoint_bad.pt"))) in str(error.value) and len(calls) == 2
+    assert seen.casts > 0
+
+
+def test_a_tree_that_cannot_be_drawn_costs_nothing(tmp_path, monkeypatch, capsys):
+    changes = {"num_steps": 6, "total_steps": 3 * 24, "num_simulations": 4, "pretraining_updates": 2, "picture_every": 1}
+    with monkeypatch.context() as patch:
+        for name in ("draw_pictures", "film"):
+            patch.setattr(hop, name, lambda *_: None)
+        plan, whole = hop.plan, run(tmp_path / "whole", **changes)
+
+    def drawing(x, s, draw=hop.draw_tree):
+        with monkeypatch.context() as patch:
+            patch.setattr(hop, "plan", lambda *given: (plan(*given), [].pop()))
+            return draw(x, s)
+
+    monkeypatch.setattr(hop, "draw_tree", drawing)
+    figures = run(tmp_path / "failing", **changes)
+    assert capsys.readouterr().out.count("could not draw: IndexError: pop from empty list; the run goes on\n") == 3
+    first, second = (torch.load(path.pop("checkpoint"), weights_only=True) for path in (whole, figures))
+    assert second["iteration"] == 3 and same_contents(first["tensors"], second["tensors"])
+    assert figures == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
 
 
 RESUMED = {"hopplus-mcts": {"seats": "learner,mixed,learner", "num_trees": 1}, "hop": {"subgoal_period": 2, "num_trees": 2}}

@@ -387,7 +387,7 @@ def test_classifier_metrics_by_hand():
         assert confusion[true, guess] == value
     assert row.sum() == 1 and row[0] >= 0.5 and confusion.sum() == 5
     expected = {
-        "top1": 2 / 5,  # argmax takes the first of a tie
+        "top1": (1 + 0.5 + 0.5) / 5,
         "top3": 4 / 5,
         "nll": -(math.log(0.8) + math.log(0.25) + 2 * math.log(0.5) + math.log(0.1)) / 5,
         # bins of 1/15: 0.8 (right), 0.7 (wrong), 0.5 twice (one right), 0.4 (wrong)
@@ -401,6 +401,19 @@ def test_classifier_metrics_by_hand():
     assert math.isnan(figures["recall/5"])
 
 
+def test_top1_splits_ties_as_recall_does():
+    probs = np.full((3, 7), 0.01)
+    probs[:, [1, 3, 4]] = 0.35, 0.32, 0.28  # a tie of three, within 0.1
+    for action, expected in ((1, 1 / 3), (3, 1 / 3), (4, 1 / 3), (0, 0.0)):
+        figures, _ = vae.classifier_metrics(probs, np.full(3, action))
+        assert figures["top1"] == pytest.approx(expected) == pytest.approx(figures[f"recall/{action}"])
+    probs, action = np.random.default_rng(0).dirichlet(np.ones(7), 500), np.arange(500) % 7
+    figures, _ = vae.classifier_metrics(probs, action)
+    weighed = sum(figures[f"recall/{a}"] * figures[f"share/{a}"] for a in range(7))
+    assert figures["top1"] == pytest.approx(weighed), "the mean recall, each action as often as it occurs"
+    assert np.isnan(vae.votes(np.full((2, 7), math.nan))).all()
+
+
 def test_by_step():
     values = vae.by_step(np.array([1.0, 0.0, 1.0]), np.array([0, 0, 2]), 4)
     assert values[[0, 2]].tolist() == [0.5, 1.0] and np.isnan(values[[1, 3]]).all()
@@ -411,6 +424,10 @@ def test_interval():
     assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert vae.interval([1.0])[0] == 1.0 and math.isnan(vae.interval([1.0])[1]) and math.isnan(vae.interval([])[0])
     assert vae.interval([math.nan, 2.0])[0] == 2.0
+    for count, t in ((2, 12.706), (16, 2.131), (17, 2.120), (40, 2.023), (1000, 1.962)):
+        values = np.random.default_rng(count).normal(size=count)
+        _, half = vae.interval(values.tolist())
+        assert half == pytest.approx(t * values.std(ddof=1) / math.sqrt(count), rel=5e-4)
 
 
 @both_kinds
