@@ -2,371 +2,751 @@
 rule-based players, and measures them like a classifier.
 
     python pretrain_vae.py                                            # 4x4, continuous subgoals, both losses
-    python pretrain_vae.py --loss recon                               # subgoals shaped by reconstruction alone
-    python pretrain_vae.py --goal-kind discrete
-    python pretrain_vae.py --height 8 --width 8 --players nearest_stag nearest_hare --num-samples 107010 --num-seeds 5
+    python pretrain_vae.py --goal-kind discrete --goal-dim 8 --loss moa
+    python pretrain_vae.py --num-seeds 5 --height 8 --width 8 --population nearest_stag,nearest_hare
     python pretrain_vae.py --resume runs/RUN/checkpoint.pt
+    python hopplus_ppo.py --vae-checkpoint runs/RUN/checkpoint.pt
 
-A sample is one step of one player j that was on the board: (its view of the game so far) -> its action. Two predictors are
-trained side by side: one infers the subgoal g from the current state alone, one from the whole game so far. Beside them stand
-two exact ceilings, made from the players' known probabilities: what can be predicted if j's kind is known, and if it has to be
-inferred from the same history by Bayes' rule. `docs/pretraining.md` explains every figure this script prints.
+A sample is one step of one player j that was on the board: (its view of the game so far) -> its action. Two predictors
+are trained side by side: one infers the subgoal g from the current state alone, one from the whole game so far. Beside
+them stand two exact ceilings, made from the players' known probabilities: what can be predicted if j's kind is known,
+and if it has to be inferred from the same history by Bayes' rule. `docs/pretraining.md` explains every figure.
+Axes: S seeds (one model each), R trajectories of T steps, n samples, N seats, P prey, H W board, A actions, D subgoal.
 """
 
 import contextlib
 import csv
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from PIL import Image
+from scipy import stats
 from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from stag_hunt_env import (
     ACTION_NAMES,
-    ALL_SEATS,
     NUM_ACTIONS,
-    PLAYER_PROBS,
+    POPULATION,
     STAY,
+    Count,
+    NonNegative,
+    Positive,
+    Seats,
     StagHuntConfig,
     StagHuntEnv,
-    StagHuntFlags,
-    State,
-    check_players,
+    Whole,
+    check_ranges,
     command_line,
+    copy_nested_,
+    parse,
+    population_names,
     resolve_device,
     sample,
-    seat_probs,
 )
 
+FORMAT = "subgoals-3"  # of a checkpoint
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
-    "state only": "moa_state",
+    "state only": "moa_prior",
     "with history": "moa",
-    "ceiling: Bayes from history": "ceiling/Bayes from history",
-    "ceiling: kind known": "ceiling/kind known",
+    "ceiling: Bayes from history": "moa/bayes",
+    "ceiling: kind known": "moa/ceiling",
 }
 PREDICTORS = tuple(TAGS)
-PREY = ("nothing", "stag", "hare")
+PER_ACTION = ("count", "share", "precision", "recall", "f1")
+DETAILS = re.compile(rf".*/({'|'.join(PER_ACTION)})/")  # logged only with --log-details
 
 
 @dataclasses.dataclass
-class Args:
-    exp_name: str = "pretrain_vae"
+class RunArgs:
+    exp_name: str = Path(__file__).stem
     """first part of the run's name"""
-    seed: int = 1
+    seed: Whole = 1
     """seed of the first experiment; the others count up from it"""
-    num_seeds: int = 1
-    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run; they
-    share the draws of minibatches and noise, so a seed's numbers depend on the company"""
+    num_seeds: Count = 1
+    """S, experiments side by side, each with its own games, weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
-    players: tuple[str, ...] = ("random", "nearest_stag", "nearest_hare")
+    resume: str | None = None
+    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    log_details: bool = False
+    """log every metric, not only the main ones"""
+
+
+@dataclasses.dataclass
+class DataArgs:
+    population: str = ",".join(POPULATION)
     """who plays the games: each seat of each game draws one of these"""
-    num_samples: int = 100_000
-    """samples to train on"""
-    held_out_games: int = 1000
+    num_samples: Count = 100_000
+    """samples to train on, at least"""
+    held_out_games: Count = 1000
     """further games to measure on"""
-    data: str | None = None
-    """take the games from this file instead of playing them"""
-    save_data: str | None = None
-    """write the games to this file"""
+    augment: bool = True
+    """show each game in a random one of the board's symmetries (8 if it is square, else 4)"""
+
+
+@dataclasses.dataclass
+class OpponentArgs:
     loss: Literal["recon", "moa", "both"] = "both"
     """what shapes the subgoals besides KL: reconstruction of the state, cross-entropy of the action, or both"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
-    goal_dim: int = 16
-    """D, the size of a continuous subgoal"""
-    num_goals: int = 8
-    """K, the number of discrete subgoals"""
-    temperature: tuple[float, float] = (1.0, 0.3)
-    """discrete: Gumbel-softmax temperature at the start and at the end"""
-    kl_coef: float = 1e-4
-    """a, the weight of the KL terms"""
-    hidden: int = 64
-    """width of the hidden layers"""
-    epochs: int = 15
+    goal_dim: Count = 16
+    """D, the size of a subgoal (discrete: the number of categories)"""
+    subgoal_hidden: Count = 64
+    """width of the subgoal networks and the MOA"""
+    kl_coef: NonNegative = 1e-4
+    """weight of the KL terms"""
+    epochs: Count = 15
     """passes over the samples"""
-    batch_size: int = 128
-    """players' games per update and experiment"""
-    learning_rate: float = 3e-3
+    batch_size: Count = 128
+    """trajectories per update and experiment"""
+    learning_rate: Positive = 3e-3
     """Adam's step size at the start; falls to 0 along a cosine"""
-    max_grad_norm: float = 1.0
-    """clip each experiment's gradient to this norm"""
-    augment: bool = True
-    """show each game in a random one of the board's symmetries (8 if it is square, else 4)"""
-    resume: str | None = None
-    """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
-    config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
+
+
+@dataclasses.dataclass
+class Args(RunArgs, DataArgs, OpponentArgs):
+    config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
+
+
+GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "opponent_model": OpponentArgs}
+
+
+def make_args(**changes) -> Args:
+    """Complete flags: where tests, sweeps and the command line start"""
+    return Args(**changes)
+
+
+def parse_args(words: list[str]) -> Args:
+    return parse(Args, GROUPS, make_args(), words)
+
+
+def validate(args: Args) -> StagHuntConfig:
+    """Refuses wrong flags before anything is written."""
+    config = args.config
+    check_ranges(args)
+    resolve_device(args.device)
+    population_names(args.population)
+    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
+        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
+    if config.num_cells > 255:
+        raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
+    if args.goal_kind == "discrete" and args.goal_dim < 2:
+        raise ValueError("--goal-kind discrete needs --goal-dim 2 or more")
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Networks. M models are stored stacked, [M, in, out], and work in one operation.
+# Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
 
 
-class StackedLinear(nn.Module):
-    def __init__(self, generators: list[torch.Generator], inputs: int, outputs: int, gain: float = 1.0):
+def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
+    """Uniform weights of variance gain^2 / inputs, no bias at the start"""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.uniform_(linear.weight, -gain * math.sqrt(3 / inputs), gain * math.sqrt(3 / inputs))
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
+    """Layers with ReLU between them; gain is the last one's"""
+    layers = []
+    for inputs, outputs in itertools.pairwise(sizes[:-1]):
+        layers += [layer(inputs, outputs, math.sqrt(2)), nn.ReLU()]
+    return nn.Sequential(*layers, layer(sizes[-2], sizes[-1], gain))
+
+
+class Stacked:
+    """M networks of one kind, their parameters stacked [M, ...], called in one operation: inputs [M, n, ...] -> outputs
+    [M, n, ...]. `dtype` holds where no gradient is asked for, `train_dtype` where one is; outputs are float32."""
+
+    def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
+        networks = []
+        with torch.random.fork_rng(devices=[]):
+            for seed in seeds:
+                torch.default_generator.manual_seed(seed)
+                networks.append(make())
+        params, _ = stack_module_state(networks)
+        self.network = AnyMethod(networks[0].to(device))  # its buffers serve all; its parameters are not used
+        # In memory [M, in, out], as nn.Linear reads it: on ARM, products with a transpose take twice the time.
+        params = {name: p.mT.contiguous().mT if p.dim() == 3 else p for name, p in params.items()}
+        self.params = {name: nn.Parameter(p.detach().to(device)) for name, p in params.items()}
+        self.dtype = dtype
+        self.train_dtype = train_dtype
+
+    def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
+        dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
+        m, n = inputs[0].shape[:2]
+        params = {f"network.{name}": p.to(dtype) for name, p in self.params.items()}
+        inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        # On a GPU a long batch is split: as one long sum per learner, a weight's gradient would leave most of it idle.
+        parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
+        if parts > 1:
+            params = {name: p.repeat_interleave(parts, 0) for name, p in params.items()}
+            inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
+        outputs = vmap(lambda params, *inputs: functional_call(self.network, params, (method, *inputs)))(
+            params, *inputs
+        )
+        return tree_map(lambda x: (x.float() if x.is_floating_point() else x).reshape(m, n, *x.shape[2:]), outputs)
+
+    def __len__(self) -> int:
+        return len(self.parameters()[0])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.params.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.params.items()}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        copy_nested_(self.state_dict(), saved)
+
+
+class AnyMethod(nn.Module):
+    """Calls any method of a network, where functional_call knows only forward"""
+
+    def __init__(self, network: nn.Module):
         super().__init__()
-        bound = gain * math.sqrt(3 / inputs)
-        draws = [torch.rand(inputs, outputs, generator=generator) for generator in generators]
-        self.weight = nn.Parameter((2 * torch.stack(draws) - 1) * bound)  # [M, in, out]
-        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+        self.network = network
 
-    def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
-        rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
-        result = in_parts(rows, weight, bias) if x.is_cuda else torch.baddbmm(bias, rows, weight)
-        return result.view(*x.shape[:-1], -1)
-
-
-def in_parts(rows, weight, bias):
-    """rows [M, n, in] @ weight [M, in, out] + bias, for a GPU: as one long sum for each model, the weights' gradient would
-    leave most of it idle"""
-    (m, n, _), outputs = rows.shape, weight.shape[2]
-    parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
-    if padding(outputs):
-        weight, bias = (F.pad(x, (0, padding(outputs))) for x in (weight, bias))
-    if parts > 1:
-        rows = rows.reshape(m * parts, n // parts, -1)
-        weight, bias = (x.repeat_interleave(parts, 0) for x in (weight, bias))
-    return (rows @ weight + bias).view(m, n, -1)[..., :outputs]
-
-
-def padding(size: int) -> int:
-    """How many zeros beside a layer's inputs or outputs: GPUs multiply matrices faster whose rows begin at multiples of 32
-    bytes (of 16 in bfloat16)."""
-    return -size % 8
+    def forward(self, method: str, *inputs):
+        return getattr(self.network, method)(*inputs)
 
 
 class BoardEncoder(nn.Module):
-    """A board as a list of things (see `things`) -> features. Each thing is looked up by its kind and its place relative to
-    the observer; players add up, and among stags and among hares the largest value wins, so that the nearest can speak."""
+    """A board as a list of entities (see entity_views) -> features. Each entity is looked up by its kind and its cell
+    relative to the observer; players add up, and of stags and of hares the maximum counts, so that the nearest can
+    speak."""
 
-    def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int):
+    def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
-        self.config = config
-        n, cells, spots = config.num_players, config.num_cells, (2 * config.height - 1) * (2 * config.width - 1)
+        self.sizes = [config.num_players, config.num_stags, config.num_hares]
+        n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
+        spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
-        spot = (row - row[:, None] + config.height - 1) * (2 * config.width - 1) + column - column[:, None] + config.width - 1
-        self.rows = spots * (n + 2) + cells + 1  # the last row stands for things that are not there
-        lookup = np.full((n + 2, cells + 1, cells + 1), self.rows - 1)  # [kind, own cell, its cell] -> row of the table
+        spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
+        rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
-        lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its place on the board
+        lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.register_buffer("first", self.rows * torch.arange(len(generators)).view(-1, 1, 1), persistent=False)
-        self.table = nn.Parameter(torch.stack([0.1 * torch.randn(self.rows, hidden, generator=g) for g in generators]))
-        self.walls = StackedLinear(generators, cells, hidden) if config.max_wall_pieces else None
-        self.mix = StackedLinear(generators, 3 * hidden, hidden, math.sqrt(2))
-        self.out = StackedLinear(generators, hidden, hidden, math.sqrt(2))
+        self.table = nn.Parameter(0.1 * torch.randn(rows, hidden))
+        self.walls = layer(cells, hidden) if config.max_wall_pieces else None
+        self.mix = mlp(3 * hidden, hidden, hidden, gain=math.sqrt(2))
 
-    def forward(self, things, walls):
-        """int64 [M, B, N + P], float [M, B, H*W] -> [M, B, hidden]"""
-        config, nothing = self.config, self.table[:, -1:]
-        row = self.lookup[self.kind, things[..., :1], things] + self.first[: len(things)]
-        table = self.table.flatten(0, 1)
-
-        def look(row, mode):  # [M, B, some] -> [M, B, hidden]
-            if row.shape[2] == 0:
-                return nothing.expand(-1, row.shape[1], -1)
-            fast = row.is_cuda or mode == "sum"
-            if fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the same in one kernel
-                return F.embedding_bag(row.flatten(0, 1), table, mode=mode).view(*row.shape[:2], -1)
-            vectors = F.embedding(row, table)
-            if row.shape[2] == 1:
-                return vectors.squeeze(2)
-            return vectors.sum(2) if mode == "sum" else vectors.amax(2)
-
-        players, stags, hares = row.split([config.num_players, config.num_stags, config.num_hares], 2)
-        seen = [look(players, "sum"), *(torch.maximum(look(prey, "max"), nothing) for prey in (stags, hares))]
+    def forward(self, entities, walls):
+        """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
+        vectors = F.embedding(self.lookup[self.kind, entities[:, :1], entities], self.table)
+        players, stags, hares = vectors.split(self.sizes, 1)
+        nothing = self.table[-1:].expand(len(entities), -1)[:, None]
+        seen = [players.sum(1), *(torch.cat([prey, nothing], 1).amax(1) for prey in (stags, hares))]
         if self.walls is not None:
             seen[0] = seen[0] + self.walls(walls)
-        return F.relu(self.out(F.relu(self.mix(torch.cat(seen, 2)))))
+        return F.relu(self.mix(torch.cat(seen, 1)))
 
 
 class SubgoalPrior(nn.Module):
-    """f_psi: a VAE. State -> distribution over subgoals; subgoal -> state."""
+    """f_psi, a VAE: state -> distribution over subgoals; subgoal -> state"""
 
-    def __init__(self, config, generators, hidden, goal_size, parameters):
+    def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        self.encoder = BoardEncoder(config, generators, hidden)
-        self.head = StackedLinear(generators, hidden, parameters)
-        self.decoder = nn.ModuleList([StackedLinear(generators, goal_size, hidden, math.sqrt(2))])
-        self.decoder.append(StackedLinear(generators, hidden, math.prod(config.observation_shape)))
+        hidden = args.subgoal_hidden
+        self.encoder = BoardEncoder(config, hidden)
+        self.head = layer(hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
-    def forward(self, things, walls):
-        return self.head(self.encoder(things, walls))
+    def forward(self, entities, walls):
+        return self.head(self.encoder(entities, walls))
 
     def reconstruct(self, goal):
-        return self.decoder[1](F.relu(self.decoder[0](goal)))
+        return self.decoder(goal)
 
 
 class SubgoalInference(nn.Module):
-    """q_phi: a CVAE after OMG. The game up to t - 1, summed up, and the state s_t -> distribution over subgoals; subgoal and
-    summary -> state. The summary adds up evidence, h <- decay * h + e(s, joint action), as Bayes adds up log-likelihoods."""
+    """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
+    subgoal and history -> state. The history adds up evidence, h <- decay * h + event, as Bayes adds up
+    log-likelihoods."""
 
-    def __init__(self, config, generators, hidden, goal_size, parameters):
+    def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        self.encoder = BoardEncoder(config, generators, hidden)
-        self.register_buffer("one_hot", torch.eye(NUM_ACTIONS), persistent=False)
-        self.event = nn.ModuleList()
-        self.event.append(StackedLinear(generators, hidden + NUM_ACTIONS * config.num_players, hidden, math.sqrt(2)))
-        self.event.append(StackedLinear(generators, hidden, hidden))
-        self.decay = nn.Parameter(torch.full((len(generators), 1, hidden), 4.0))  # sigmoid: 0.98 a step
-        self.mix = StackedLinear(generators, 2 * hidden, hidden, math.sqrt(2))
-        self.head = StackedLinear(generators, hidden, parameters)
-        self.decoder = nn.ModuleList([StackedLinear(generators, goal_size + hidden, hidden, math.sqrt(2))])
-        self.decoder.append(StackedLinear(generators, hidden, math.prod(config.observation_shape)))
+        hidden = args.subgoal_hidden
+        self.encoder = BoardEncoder(config, hidden)
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
+        self.decay = nn.Parameter(torch.full((hidden,), 4.0))  # sigmoid: 0.98 a step
+        self.head = mlp(2 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.decoder = mlp(args.goal_dim + hidden, hidden, math.prod(config.observation_shape))
 
-    def evidence(self, state, joint):
-        """features of the encoder [M, n, hidden], joint action [M, n, N] -> what the step adds to the summary"""
-        acts = F.embedding(joint, self.one_hot).flatten(2)
-        return self.event[1](F.relu(self.event[0](torch.cat([state, acts], 2))))
+    def event(self, features, joint):
+        """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
+        acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
+        return self.events(torch.cat([features, acts], 1))
 
-    def forward(self, state, summary):
-        """features of the encoder and summary of what came before, both [M, n, hidden] -> distribution parameters [M, n, _]"""
-        return self.head(F.relu(self.mix(torch.cat([state, summary], 2))))
+    def forward(self, features, history):
+        return self.head(torch.cat([features, history], 1))
 
-    def reconstruct(self, goal, summary):
-        return self.decoder[1](F.relu(self.decoder[0](torch.cat([goal, summary], -1))))
+    def reconstruct(self, goal, history):
+        return self.decoder(torch.cat([goal, history], 1))
 
 
 class ActionModel(nn.Module):
-    """MOA, pi_omega: state seen from j, clock and subgoal of j -> log-probabilities of j's action."""
+    """MOA, pi_omega: state seen from j, clock and subgoal of j -> log-probabilities of j's action"""
 
-    def __init__(self, config, generators, hidden, goal_size):
+    def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        self.encoder = BoardEncoder(config, generators, hidden)
-        self.padding = padding(hidden + 1 + goal_size)
-        self.mix = StackedLinear(generators, self.padding + hidden + 1 + goal_size, hidden, math.sqrt(2))
-        self.out = StackedLinear(generators, hidden, hidden, math.sqrt(2))
-        self.head = StackedLinear(generators, hidden, NUM_ACTIONS, 0.01)
+        hidden = args.subgoal_hidden
+        self.encoder = BoardEncoder(config, hidden)
+        self.head = mlp(hidden + 1 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
-    def forward(self, features, clock, goal, legal):
-        """features of the encoder [M, n, hidden], clock [M, n], goal [M, n, _], legal bool [M, n, 7] -> [M, n, 7]"""
-        nothing = features.new_zeros(()).expand(*clock.shape, self.padding)
-        x = self.head(F.relu(self.out(F.relu(self.mix(torch.cat([nothing, features, clock[..., None], goal], 2))))))
-        return x.masked_fill(~legal, -1e9).log_softmax(2)
+    def forward(self, entities, walls, clock, goal, legal):
+        logits = self.head(torch.cat([self.encoder(entities, walls), clock[:, None], goal], 1))
+        return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
 
 
-class Models(nn.Module):
-    def __init__(self, args: Args, config: StagHuntConfig, seeds: list[int]):
-        super().__init__()
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        size = goal_size(args)
-        parameters = 2 * size if args.goal_kind == "continuous" else size
-        self.prior = SubgoalPrior(config, generators, args.hidden, size, parameters)
-        self.inference = SubgoalInference(config, generators, args.hidden, size, parameters)
-        self.moa_state = ActionModel(config, generators, args.hidden, size)
-        self.moa = ActionModel(config, generators, args.hidden, size)
+def goal_mean(kind: str, params):
+    return params.chunk(2, -1)[0] if kind == "continuous" else params.softmax(-1)
 
 
-def draw_goal(kind: str, parameters, noise, temperature: float):
-    """Reparameterised: noise is standard normal, or Gumbel for discrete goals (straight through)."""
+def goal_noise(args: Args, *shape, device):
+    """[*shape, D]: standard normal, or Gumbel for discrete subgoals"""
+    if args.goal_kind == "continuous":
+        return torch.randn(*shape, args.goal_dim, device=device)
+    return -torch.log(-torch.log(torch.rand(*shape, args.goal_dim, device=device).clamp(1e-6, 1 - 1e-6)))
+
+
+def sample_goal(kind: str, params, noise):
+    """Reparameterised, or straight-through Gumbel-softmax of temperature 0.5"""
     if kind == "continuous":
-        mean, spread = parameters.chunk(2, -1)
-        return mean + noise * (0.5 * spread.clamp(-8, 4)).exp()
-    soft = ((parameters + noise) / temperature).softmax(-1)
+        mean, log_var = params.chunk(2, -1)
+        return mean + noise * (0.5 * log_var.clamp(-8, 4)).exp()
+    soft = ((params + noise) / 0.5).softmax(-1)
     return F.one_hot(soft.argmax(-1), soft.shape[-1]) + soft - soft.detach()
 
 
-def divergence(kind: str, q, p=None):
-    """KL(q || p) [...]; p None: standard normal, or uniform"""
-    p = torch.zeros_like(q) if p is None else p
+def goal_kl(kind: str, q, p):
+    """KL(q || p) [...] of distributions [..., parameters]"""
     if kind == "discrete":
         return (q.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1))).sum(-1)
-    (q_mean, q_spread), (p_mean, p_spread) = q.chunk(2, -1), p.chunk(2, -1)
-    q_spread, p_spread = q_spread.clamp(-8, 4), p_spread.clamp(-8, 4)
-    ratio = (q_spread - p_spread).exp() + (q_mean - p_mean).square() / p_spread.exp()
-    return 0.5 * (ratio - 1 - q_spread + p_spread).sum(-1)
+    (q_mean, q_log_var), (p_mean, p_log_var) = q.chunk(2, -1), p.chunk(2, -1)
+    q_log_var, p_log_var = q_log_var.clamp(-8, 4), p_log_var.clamp(-8, 4)
+    ratio = (q_log_var - p_log_var).exp() + (q_mean - p_mean).square() / p_log_var.exp()
+    return 0.5 * (ratio - 1 - q_log_var + p_log_var).sum(-1)
+
+
+def make_models(args: Args, config: StagHuntConfig, seeds: list[int], device) -> dict[str, Stacked]:
+    """One of each per seed: f_psi, q_phi, MOA given q_phi's subgoal, MOA given f_psi's subgoal of the present state"""
+    kinds = {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel, "moa_prior": ActionModel}
+    return {
+        name: Stacked(functools.partial(kind, config, args), [4 * seed + number for seed in seeds], device)
+        for number, (name, kind) in enumerate(kinds.items())
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data: whole games, kept as states
+# Data and losses
 
 
-class Games(NamedTuple):
-    """G games of T steps; what comes after a game's end is its last state again, and `acted` is False there."""
+class Trajectories(NamedTuple):
+    """R players' games of T steps, each seen by that player j, in its ego order. All seeds: [S, R, T, ...]"""
 
-    states: State  # [G, T + 1, ...]
-    actions: torch.Tensor  # uint8 [G, T, N]
-    reward: torch.Tensor  # [G, T, N]
-    acted: torch.Tensor  # bool [G, T, N] on the board before the step, and the game not over
-    kinds: torch.Tensor  # uint8 [G, N] which of PLAYER_PROBS sat there
-
-
-def play_games(env: StagHuntEnv, players: tuple[str, ...], num_games: int) -> Games:
-    numbers = torch.tensor([list(PLAYER_PROBS).index(name) for name in players], device=env.device)
-    draw = torch.randint(len(players), (num_games, env.config.num_players), generator=env.generator, device=env.device)
-    kinds, states, steps = numbers[draw], [env.initial_state(num_games)], []
-    for _ in range(env.config.final_time):
-        actions = sample(seat_probs(env, states[-1], kinds), env.generator)
-        state, reward, acted, _ = env.transition(states[-1], actions)
-        states.append(state)
-        steps.append((torch.where(acted, actions, STAY).to(torch.uint8), reward, acted))
-    stacked = [torch.stack(field, 1) for field in zip(*steps, strict=True)]
-    return Games(State(*(torch.stack(field, 1) for field in zip(*states, strict=True))), *stacked, kinds.to(torch.uint8))
+    entities: torch.Tensor  # uint8 [R, T, N + P] cells of the players, stags and hares; H*W: not there
+    walls: torch.Tensor  # uint8 [R, T, H*W] (one number where the game has none)
+    joint: torch.Tensor  # uint8 [R, T, N]
+    legal: torch.Tensor  # bool [R, T, 7] j's legal actions
+    acted: torch.Tensor  # bool [R, T] j was on the board before the step, and the game not over
+    bayes: torch.Tensor  # [R, T, 7] the best prediction of j's action from what it did before
+    known: torch.Tensor  # [R, T, 7] j's own probabilities
+    prey: torch.Tensor  # int64 [R] what j ended with: 0 nothing, 1 a stag, 2 a hare
 
 
-def collect(config: StagHuntConfig, players: tuple[str, ...], seed: int, steps: int, held_out: int, device) -> list[Games]:
-    """Games in which players acted at least `steps` times, to train on, and `held_out` others."""
-    env, parts, found = StagHuntEnv(config, 1, device, seed), [], 0
-    while found < steps:
-        parts.append(play_games(env, players, 256))
-        found += int(parts[-1].acted.sum())
-    return [map_games(lambda *xs: torch.cat(xs), *parts), play_games(env, players, held_out)]
+def play_trajectories(env: StagHuntEnv, population: str) -> Trajectories:
+    """One game in each place, seen by each of its players: R = games * N"""
+    config, n = env.config, env.config.num_players
+    seats = Seats(env, [["mixed"] * n], population=population, redraw="never", remember=True)
+    taken = torch.zeros(env.num_envs, n, dtype=torch.int64, device=env.device)
+    state, steps = env.initial_state(), []
+    for _ in range(config.final_time):
+        known, bayes = seats.action_probs(state), seats.posterior_probs()
+        actions = sample(known)
+        after, _, acted, done = env.transition(state, actions)
+        seats.update(actions, acted, done)
+        players = env.seats_to_ego(torch.where(state.present, state.position, config.num_cells))
+        prey = torch.where(state.prey_alive, state.prey_position, config.num_cells)[:, None].expand(-1, n, -1)
+        walls = state.walls[:, None, : None if config.max_wall_pieces else 1].expand(-1, n, -1)
+        joint = env.seats_to_ego(torch.where(acted, actions, STAY))
+        seen = torch.cat([players, prey], 2).byte(), walls, joint.byte(), env.legal_actions(state)
+        steps.append((*seen, acted, bayes, known))
+        taken = torch.where(state.present & ~after.present, actions - STAY, taken)  # hunting a stag is 5, a hare 6
+        state = after
+    fields = (torch.stack(field, 2).flatten(0, 1) for field in zip(*steps, strict=True))
+    return Trajectories(*fields, taken.flatten())
 
 
-def map_games(function, *games: Games) -> Games:
-    states = State(*(function(*fields) for fields in zip(*(g.states for g in games), strict=True)))
-    return Games(states, *(function(*fields) for fields in zip(*(g[1:] for g in games), strict=True)))
+def collect_trajectories(args: Args, config: StagHuntConfig, seed: int, device) -> list[Trajectories]:
+    """To train on: at least --num-samples samples. To measure on: --held-out-games other games"""
+    torch.manual_seed(seed)
+    env = StagHuntEnv(config, 256, device, seed)
+    train = play_trajectories(env, args.population)
+    while int(train.acted.sum()) < args.num_samples:
+        train = tree_map(lambda *x: torch.cat(x), train, play_trajectories(env, args.population))
+    rows = int((train.acted.sum(1).cumsum(0) < args.num_samples).sum()) + 1
+    others = [play_trajectories(env, args.population) for _ in range(math.ceil(args.held_out_games / env.num_envs))]
+    others = tree_map(lambda *x: torch.cat(x)[: args.held_out_games * config.num_players], *others)
+    return [Trajectories(*(x[:rows] for x in train)), others]
 
 
-def save_games(path: str, config: StagHuntConfig, players: tuple[str, ...], games: list[list[Games]]) -> None:
-    def plain(g):
-        fields = {**g.states._asdict(), **g._asdict()}
-        return {name: x.cpu() for name, x in fields.items() if name != "states"}
+def symmetries(config: StagHuntConfig, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cells [8 or 4, H*W + 1] and actions [8 or 4, 7] under the board's symmetries"""
 
-    content = {"format": "stag-hunt-games-1", "config": dataclasses.asdict(config), "players": players}
-    save_atomically(path, content | {"games": [[plain(g) for g in pair] for pair in games]})
+    def turned(height, width, flip, turns):  # [H*W] where each cell goes
+        grid = np.arange(height * width).reshape(height, width)
+        return np.argsort(np.rot90(np.flip(grid, 1) if flip else grid, turns).flatten())
 
-
-def load_games(path: str, config: StagHuntConfig, players: tuple[str, ...], num_seeds: int, device) -> list[list[Games]]:
-    """[seed][train, held out]"""
-    saved = load_file(path, "stag-hunt-games-1", "data file")
-    differs = [f"{k} {v} (asked for: {getattr(config, k)})" for k, v in saved["config"].items() if v != getattr(config, k)]
-    if differs:
-        raise ValueError(f"{path} holds games of another kind: {', '.join(differs)}")
-    if sorted(saved["players"]) != sorted(players):
-        raise ValueError(f"{path} holds games of {', '.join(saved['players'])}; asked for: {', '.join(players)}")
-    if len(saved["games"]) not in (1, num_seeds):
-        raise ValueError(f"{path} holds games for {len(saved['games'])} seeds, {num_seeds} are asked for")
-    games = [[_games_from(g, device) for g in pair] for pair in saved["games"]]
-    return games if len(games) == num_seeds else games * num_seeds
+    height, width = config.height, config.width
+    around = [1, 7, 3, 5]  # up, down, left, right of the middle of a 3x3 board
+    kinds = [(flip, turns) for flip in (False, True) for turns in ((0, 1, 2, 3) if height == width else (0, 2))]
+    cells = [np.append(turned(height, width, *kind), height * width) for kind in kinds]
+    actions = [[*map(around.index, turned(3, 3, *kind)[around]), *range(STAY, NUM_ACTIONS)] for kind in kinds]
+    return torch.tensor(np.stack(cells), device=device), torch.tensor(actions, device=device)
 
 
-def _games_from(saved, device):
-    state = State(*(saved[name].to(device) for name in State._fields))
-    return Games(state, *(saved[name].to(device) for name in Games._fields[1:]))
+class Batch(NamedTuple):
+    """n samples of B trajectories of T steps, packed: only steps at which j acted, and a few to fill up. [S, n, ...]"""
+
+    entities: torch.Tensor  # int64 [S, n, N + P]
+    walls: torch.Tensor  # float [S, n, H*W]
+    joint: torch.Tensor  # int64 [S, n, N]
+    legal: torch.Tensor  # bool [S, n, 7]
+    weight: torch.Tensor  # float [S, n] 1 where j acted, else 0
+    clock: torch.Tensor  # float [S, n]
+    place: torch.Tensor  # int64 [S, n] trajectory * T + step
+    last: torch.Tensor  # int64 [S, n] which sample is the last of the same trajectory: s^g
+    shape: tuple[int, int]  # B, T
 
 
-def save_atomically(path: str | Path, content: dict) -> None:
-    """Writes under another name first: what stands at `path` is always whole."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+def make_batch(config: StagHuntConfig, data: Trajectories, index, samples: int, symmetry=None) -> Batch:
+    """data [S, R, ...]; index [S, B] of trajectories; samples n; optionally symmetry (cells, actions, which [S, B])"""
+    seed, steps = torch.arange(len(index), device=index.device)[:, None], data.acted.shape[2]
+    acted = data.acted[seed, index].flatten(1)
+    place = acted.int().argsort(dim=1, descending=True, stable=True)[:, :samples]
+    trajectory, step = place // steps, place % steps
+    row = index.gather(1, trajectory)
+    entities, walls, joint, legal = (x[seed, row, step] for x in data[:4])
+    entities, walls, joint = entities.long(), walls.float(), joint.long()
+    if symmetry is not None:
+        to_cell, to_action, which = symmetry
+        which = which.gather(1, trajectory)
+        entities, joint = to_cell[which].gather(2, entities), to_action[which].gather(2, joint)
+        legal = legal.gather(2, to_action.argsort(1)[which])
+        if config.max_wall_pieces:
+            walls = walls.gather(2, to_cell[:, :-1].argsort(1)[which])
+    number = torch.arange(samples, device=index.device).expand_as(place)
+    slot = torch.zeros_like(acted, dtype=torch.int64).scatter(1, place, number)
+    final = (acted * torch.arange(1, 1 + acted.shape[1], device=index.device)).unflatten(1, (-1, steps)).amax(2) - 1
+    last = slot.gather(1, final.clamp(min=0).gather(1, trajectory))
+    weight, clock = acted.gather(1, place).float(), step / config.final_time
+    return Batch(entities, walls, joint, legal, weight, clock, place, last, (index.shape[1], steps))
+
+
+def masked_mean(x, weight):
+    """[M, ...] -> [M]: the mean where weight [M, ...] says that it counts"""
+    return (x * weight).flatten(1).sum(1) / weight.flatten(1).sum(1).clamp(min=1e-6)
+
+
+def target_planes(config: StagHuntConfig, entities, walls):
+    """[M, n, N + P], [M, n, _] -> float [M, n, C * H*W]: what the decoders reconstruct"""
+    one_hot = torch.eye(config.num_cells + 1, config.num_cells, device=entities.device)[entities]
+    players, stags, hares = one_hot.split([config.num_players, config.num_stags, config.num_hares], 2)
+    walls = walls[:, :, None] if config.max_wall_pieces else torch.zeros_like(players[:, :, :1])
+    return torch.cat([players, walls, stags.sum(2, keepdim=True), hares.sum(2, keepdim=True)], 2).flatten(2)
+
+
+def infer_trajectories(inference: Stacked, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> q_phi's parameters [S, n, _], and the histories [S, n, hidden] of what came before each sample"""
+    features = inference(batch.entities, batch.walls, method="encoder")
+    event = inference(features, batch.joint, method="event")
+    place = batch.place[..., None].expand_as(event)
+    grid = event.new_zeros(len(event), math.prod(batch.shape), event.shape[2]).scatter(1, place, event)
+    # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
+    clock = torch.arange(batch.shape[1], device=event.device)
+    ago = clock[:, None] - clock - 1
+    decay = inference.params["decay"].sigmoid()[..., None, None]
+    kept = torch.where(ago >= 0, decay ** ago.clamp(min=0), 0.0)  # [S, hidden, T, T]
+    history = torch.einsum("shtu,sbuh->sbth", kept, grid.unflatten(1, batch.shape)).flatten(1, 2).gather(1, place)
+    return inference(features, history), history
+
+
+def action_log_probs(args: Args, moa: Stacked, batch: Batch, params, goals) -> torch.Tensor:
+    """[S, n, 7], averaged over the subgoals drawn [S, n, k, D], or exactly over all categories: from straight-through
+    draws alone the encoder would learn to use one category for everything"""
+    log_weights = goals.new_full(goals.shape[:3], -math.log(goals.shape[2]))
+    if args.goal_kind == "discrete":
+        goals = torch.eye(args.goal_dim, device=params.device).expand(*params.shape, -1)
+        log_weights = params.log_softmax(-1)
+    k = goals.shape[2]
+    inputs = [x.repeat_interleave(k, 1) for x in (batch.entities, batch.walls, batch.clock, batch.legal)]
+    log_probs = moa(*inputs[:3], goals.flatten(1, 2), inputs[3]).unflatten(1, (-1, k))
+    return (log_probs + log_weights[..., None]).logsumexp(2)
+
+
+def vae_losses(args: Args, config: StagHuntConfig, models: dict, batch: Batch, noise) -> dict[str, torch.Tensor]:
+    """Each [S], the mean over the samples of the batch; noise [2, S, n, D]. `vae` is the side that sees the state only,
+    `cvae` the one with history."""
+    prior = models["prior"](batch.entities, batch.walls)
+    posterior, history = infer_trajectories(models["inference"], batch)
+    truth = target_planes(config, batch.entities, batch.walls)
+    # The hindsight subgoal s^g is the last state before j left ("final"); the prior is not moved by it.
+    hindsight = prior.detach().gather(1, batch.last[..., None].expand_as(prior))
+    losses = {}
+    standard = torch.zeros_like(prior)
+    sides = ("vae", "prior", "moa_prior", prior, standard), ("cvae", "inference", "moa", posterior, hindsight)
+    for (side, decoder, moa, params, target), side_noise in zip(sides, noise, strict=True):
+        goal = sample_goal(args.goal_kind, params, side_noise)
+        logits = models[decoder](*([goal] if side == "vae" else [goal, history]), method="reconstruct")
+        error = F.binary_cross_entropy_with_logits(logits, truth, reduction="none").mean(2)
+        losses[f"recon_{side}"] = masked_mean(error, batch.weight)  # only steps at which j was on the board
+        losses[f"kl_{side}"] = masked_mean(goal_kl(args.goal_kind, params, target), batch.weight)
+        if args.loss == "recon":  # MOA learns too, but on subgoals that it cannot move
+            params, goal = params.detach(), goal.detach()
+        log_probs = action_log_probs(args, models[moa], batch, params, goal[:, :, None])
+        losses[f"moa_{side}"] = masked_mean(-log_probs.gather(2, batch.joint[..., :1])[..., 0], batch.weight)
+    weights = {"recon": float(args.loss != "moa"), "kl": args.kl_coef, "moa": 1.0}
+    losses["total"] = sum(weights[name.split("_")[0]] * value for name, value in losses.items())
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring: tables and pictures
+
+
+@torch.no_grad()
+def predict_probs(args: Args, config, models: dict, data: Trajectories, size: int = 512, draws: int = 8):
+    """-> probabilities of the four PREDICTORS [4, S, R, T, 7], the mean subgoals of the first two [2, S, R, T, D]"""
+    device, (num_seeds, num_rows, steps) = data.acted.device, data.acted.shape
+    seed = torch.arange(num_seeds, device=device)[:, None]
+    probs = torch.stack([torch.zeros_like(data.known)] * 2 + [data.bayes, data.known])
+    goals = torch.zeros(2, *data.acted.shape, args.goal_dim, device=device)
+    torch.manual_seed(0)
+    for rows in torch.arange(num_rows, device=device).split(size):
+        index = rows.expand(num_seeds, -1)
+        batch = make_batch(config, data, index, int(data.acted[:, rows].sum((1, 2)).max().clamp(min=1)))
+        row, step = index.gather(1, batch.place // steps), batch.place % steps
+        prior = models["prior"](batch.entities, batch.walls)
+        posterior, _ = infer_trajectories(models["inference"], batch)
+        for k, (name, params) in enumerate((("moa_prior", prior), ("moa", posterior))):
+            noise = goal_noise(args, *params.shape[:2], draws, device=device)
+            drawn = sample_goal(args.goal_kind, params[:, :, None], noise)
+            probs[k, seed, row, step] = action_log_probs(args, models[name], batch, params, drawn).exp()
+            goals[k, seed, row, step] = goal_mean(args.goal_kind, params)
+    return probs, goals
+
+
+def classifier_metrics(probs: np.ndarray, action: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """probs [n, 7], action [n] -> figures, confusion matrix [true, predicted]. Where actions are equally likely (within
+    0.1), the prediction is split between them: else the order of the actions would decide who is right."""
+    tied = probs >= probs.max(1, keepdims=True) - 0.1
+    confusion = np.zeros((NUM_ACTIONS, NUM_ACTIONS))
+    np.add.at(confusion, action, tied / tied.sum(1, keepdims=True))
+    own, confidence, right = probs[np.arange(len(action)), action], probs.max(1), probs.argmax(1) == action
+    hit, count, guessed = np.diag(confusion), confusion.sum(1), confusion.sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        per_action = {"count": count, "share": count / len(action), "precision": hit / guessed, "recall": hit / count}
+        per_action["f1"] = np.nan_to_num(2 * hit / (count + guessed))
+    figures = {
+        "top1": right.mean(),
+        "top3": (np.argsort(-probs, 1, kind="stable")[:, :3] == action[:, None]).any(1).mean(),
+        "nll": -np.log(np.maximum(own, 1e-12)).mean(),
+        "ece": abs(np.bincount(np.minimum((confidence * 15).astype(int), 14), confidence - right)).sum() / len(action),
+        "macro_f1": per_action["f1"][count > 0].mean(),
+    }
+    figures |= {f"{name}/{a}": per_action[name][a] for name in PER_ACTION for a in range(NUM_ACTIONS)}
+    return {name: float(value) for name, value in figures.items()}, confusion
+
+
+def probe(goals, prey, weight, test_goals, test_prey, updates: int = 200) -> torch.Tensor:
+    """Does a linear reading of g tell which prey j will take? Fitted to goals [R, T, D], prey [R], weight [R, T]
+    -> bool [R, T]: right on the test"""
+    goals, prey, weight = (x.to(test_goals.device) for x in (goals, prey, weight))
+    linear = layer(goals.shape[2], 3, 0.0).to(goals.device)
+    scale = goals.std((0, 1)).clamp(min=1e-6)
+    optimizer = torch.optim.Adam(linear.parameters(), lr=0.1)
+    label = prey[:, None].expand(goals.shape[:2])
+    for _ in range(updates):
+        error = F.cross_entropy(linear(goals / scale).movedim(2, 1), label, reduction="none")
+        optimizer.zero_grad()
+        ((error * weight).sum() / weight.sum()).backward()
+        optimizer.step()
+    return linear(test_goals / scale).argmax(2) == test_prey[:, None]
+
+
+def measure(args: Args, config: StagHuntConfig, models: dict, held_out: Trajectories, train=None):
+    """-> per seed {predictor: figures}, {predictor: arrays to draw}; probes if there is something to fit them to"""
+    probs, goals = predict_probs(args, config, models, held_out)
+    train_goals = None if train is None else predict_probs(args, config, models, train)[1]
+    tables, arrays = [], []
+    for s, acted in enumerate(held_out.acted):
+        action = held_out.joint[s, ..., 0].long()
+        table, drawn = {}, {}
+        for k, name in enumerate(PREDICTORS):
+            p = probs[k, s]
+            table[name], confusion = classifier_metrics(p[acted].cpu().numpy(), action[acted].cpu().numpy())
+            by_step = ((p.argmax(2) == action) & acted).sum(0) / acted.sum(0)
+            drawn[name] = {"confusion": confusion, "by_step": by_step.tolist()}
+            if train is not None and k < 2:
+                weight = train.acted[s].float()
+                right = probe(train_goals[k, s], train.prey[s], weight, goals[k, s], held_out.prey[s]) & acted
+                table[name]["probe_accuracy"] = float(right.sum() / acted.sum())
+                drawn[name]["probe_by_step"] = (right.sum(0) / acted.sum(0)).tolist()
+        tables.append(table)
+        arrays.append(drawn)
+    return tables, arrays
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """mean and half width of its 95 % interval (Student's t over seeds)"""
+    values = [v for v in values if not math.isnan(v)]
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def write_csv(path: Path, table: dict[str, dict[str, float]]) -> None:
+    """A CSV with one line per metric and a column for each predictor"""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["metric", *table])
+        for key in table["with history"]:
+            writer.writerow([key, *(figures.get(key, math.nan) for figures in table.values())])
+
+
+def show_table(tables: list[dict]) -> None:
+    keys = ["top1", "top3", "nll", "ece", "macro_f1", *(f"recall/{a}" for a in range(NUM_ACTIONS)), "probe_accuracy"]
+    print(" " * 16, *(name.rjust(30) for name in PREDICTORS), sep="")
+    for key in keys:
+        found = [interval([table[name].get(key, math.nan) for table in tables]) for name in PREDICTORS]
+        print(key.ljust(16), *(f"{m:.4f} ± {h:.4f}".replace(" ± nan", "").rjust(30) for m, h in found), sep="")
+
+
+@contextlib.contextmanager
+def never_fatal(what: str):
+    """Whatever goes wrong inside is reported in one line: pictures and TensorBoard never cost a run"""
+    try:
+        yield
+    except Exception as error:
+        tqdm.write(f"could not {what}: {type(error).__name__}: {error}; the run goes on")
+
+
+def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float], details: bool) -> None:
+    """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
+    row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    with open(path, "a") as file:
+        file.write(json.dumps({"steps": step, **finite}) + "\n")
+    with never_fatal("write to TensorBoard"):
+        for name, value in row.items():
+            writer.add_scalar(name, value, step)
+
+
+def draw_pictures(folder: Path, writer: SummaryWriter, arrays: dict, step: int) -> None:
+    """Confusion matrices, their rows summing to 1; top-1 and probe accuracy by step of the game"""
+    from matplotlib.figure import Figure
+
+    figures = {"confusion": Figure((12, 11), layout="tight"), "by_step": Figure((11, 3.6), layout="tight")}
+    for axis, (name, parts) in zip(figures["confusion"].subplots(2, 2).flat, arrays.items(), strict=True):
+        counts = parts["confusion"].sum(1)
+        share = parts["confusion"] / np.maximum(counts, 1)[:, None]
+        axis.imshow(share, cmap="Blues", alpha=0.6, vmin=0, vmax=1)
+        for (row, column), value in np.ndenumerate(share):
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center")
+        axis.set_xticks(range(NUM_ACTIONS), ACTION_NAMES, rotation=40)
+        axis.set_yticks(range(NUM_ACTIONS), [f"{a} ({n:.0f})" for a, n in zip(ACTION_NAMES, counts, strict=True)])
+        axis.set(title=name, xlabel="predicted", ylabel="true (how often)")
+    top1, probes = figures["by_step"].subplots(1, 2)
+    for name, parts in arrays.items():
+        top1.plot(parts["by_step"], label=name)
+        probes.plot(parts.get("probe_by_step", []), label=name)
+    top1.set(xlabel="step of the game", title="top-1: how fast is a co-player recognised?")
+    top1.legend(fontsize=7)
+    probes.set(xlabel="step of the game", title="probe accuracy: does g tell which prey j will take?")
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=75)
+        writer.add_image(name, np.array(Image.open(path).convert("RGB")), step, dataformats="HWC")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and files
+
+
+def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.Tensor:
+    """One step down the sum of losses [M]; gradients are averaged over ranks. -> the norm of each learner's gradient
+    [M], each clipped to max_norm"""
+    optimizer.zero_grad()
+    loss.sum().backward()
+    grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+    if dist.is_initialized():
+        flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+    norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
+    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.view(-1, *[1] * (grad.dim() - 1)))
+    optimizer.step()
+    return norms
+
+
+def train_epoch(args: Args, config, models: dict, optimizer, data: Trajectories, epoch: int) -> dict[str, list[float]]:
+    """One pass over the trajectories [S, R, ...] -> the mean of every loss [S] over all samples"""
+    torch.manual_seed(1_000_003 * args.seed + epoch)  # so a resumed run goes on with the same numbers
+    device = data.acted.device
+    cells, actions = symmetries(config, device)
+    batches = torch.rand(data.acted.shape[:2], device=device).argsort(1).split(args.batch_size, 1)
+    sizes = torch.stack([data.acted.sum(2).gather(1, index).sum(1).max() for index in batches]).tolist()
+    sums, samples = {}, 0.0
+    for number, (index, size) in enumerate(zip(batches, sizes, strict=True)):
+        progress = (epoch + number / len(batches)) / args.epochs
+        optimizer.param_groups[0]["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+        which = torch.randint(len(cells), index.shape, device=device)
+        batch = make_batch(config, data, index, size, (cells, actions, which) if args.augment else None)
+        losses = vae_losses(args, config, models, batch, goal_noise(args, 2, *batch.clock.shape, device=device))
+        optimizer_step(optimizer, losses["total"], 1.0)
+        count = batch.weight.sum(1)
+        samples = samples + count
+        for name, value in losses.items():
+            sums[name] = sums.get(name, 0.0) + value.detach() * count
+    return {name: (value / samples).tolist() for name, value in sums.items()}
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Writes under another name first: what stands at `path` is always whole"""
     torch.save(content, f"{path}.part")
     os.replace(f"{path}.part", path)
 
 
-def load_file(path: str | Path, expected: str, what: str) -> dict:
+def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "checkpoint") -> dict:
     if not Path(path).is_file():
         raise ValueError(f"there is no {what} {path}")
     try:
@@ -380,671 +760,99 @@ def load_file(path: str | Path, expected: str, what: str) -> dict:
     return saved
 
 
-class Careers(NamedTuple):
-    """R players' games of T steps, each seen by that player j, in its ego order"""
-
-    things: torch.Tensor  # uint8 [R, T, N + P] cells of the players, stags and hares; H*W: not there
-    walls: torch.Tensor  # uint8 [R, T, H*W] (one row for all where the game has none)
-    joint: torch.Tensor  # uint8 [R, T, N]
-    legal: torch.Tensor  # bool [R, T, 7] j's legal actions
-    acted: torch.Tensor  # bool [R, T] j was on the board before the step
-    known: torch.Tensor  # float [R, T, kinds, 7] what each kind of player would do in j's place
-    kind: torch.Tensor  # int64 [R] which kind j is
-    took: torch.Tensor  # int64 [R] which of PREY j took in the end
-    last: torch.Tensor  # int64 [R] the last step at which j was on the board
-
-
-def things(config: StagHuntConfig, env: StagHuntEnv, state: State) -> torch.Tensor:
-    """[B, ...] -> uint8 [B, N, N + P], in each player's ego order"""
-    nowhere = config.num_cells
-    players = env.seats_to_ego(torch.where(state.present, state.position, nowhere))
-    prey = torch.where(state.prey_alive, state.prey_position, nowhere)[:, None].expand(-1, config.num_players, -1)
-    return torch.cat([players, prey], 2).to(torch.uint8)
-
-
-def careers(env: StagHuntEnv, games: Games, players: tuple[str, ...], limit: int | None = None) -> Careers:
-    """All players of all games, game after game; only the first `limit` samples count as acted."""
-    config, (num_games, steps, n) = env.config, games.actions.shape
-    before = State(*(x[:, :-1].flatten(0, 1) for x in games.states))
-
-    def by_player(x):  # [G * T, N, ...] -> [G * N, T, ...]
-        return x.unflatten(0, (num_games, steps)).transpose(1, 2).flatten(0, 1)
-
-    known = torch.stack([PLAYER_PROBS[name](env, before, ALL_SEATS) for name in players], 2)
-    acted = by_player(games.acted.flatten(0, 1))
-    if limit is not None:
-        acted &= acted.flatten().cumsum(0).view_as(acted) <= limit
-    clock = torch.arange(steps, device=env.device)
-    last = torch.where(acted, clock, 0).amax(1)
-    final = by_player(games.actions.flatten(0, 1)).gather(1, last[:, None])[:, 0].long()
-    gone = by_player(games.states.present[:, 1:].flatten(0, 1)).gather(1, last[:, None])[:, 0] == 0
-    numbers = [list(PLAYER_PROBS).index(name) for name in players]
-    kind = (games.kinds.flatten()[:, None] == torch.tensor(numbers, device=env.device)).long().argmax(1)
-    walls = before.walls[:, None].expand(-1, n, -1) if config.max_wall_pieces else before.walls[:, None, :1].expand(-1, n, -1)
-    return Careers(
-        by_player(things(config, env, before)),
-        by_player(walls),
-        by_player(env.seats_to_ego(games.actions.flatten(0, 1))),
-        by_player(env.legal_actions(before)),
-        acted,
-        by_player(known),
-        kind,
-        torch.where(gone, final - STAY, 0),  # hunt stag is 5, hunt hare is 6
-        last,
-    )
-
-
-def symmetries(config: StagHuntConfig, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cells [8 or 4, H*W + 1] and actions [8 or 4, 7] under the board's symmetries"""
-    h, w = config.height, config.width
-    grid, steps = np.arange(h * w).reshape(h, w), {(-1, 0): 0, (1, 0): 1, (0, -1): 2, (0, 1): 3}
-    cells, actions = [], []
-    for flip in (False, True):
-        for turns in range(4) if h == w else (0, 2):
-            moved = np.rot90(np.flip(grid, 1) if flip else grid, turns)
-            to = np.empty(h * w + 1, dtype=np.int64)
-            to[moved.flatten()], to[-1] = np.arange(h * w), h * w
-            vectors = [(dy, -dx if flip else dx) for dy, dx in steps]
-            for _ in range(turns):
-                vectors = [(-dx, dy) for dy, dx in vectors]
-            cells.append(to)
-            actions.append([*(steps[v] for v in vectors), 4, 5, 6])
-    return torch.tensor(np.stack(cells), device=device), torch.tensor(actions, device=device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
-
-
-class Batch(NamedTuple):
-    """n samples of B players' games (careers) of T steps, packed: only steps at which j acted, and a few to fill up"""
-
-    things: torch.Tensor  # int64 [M, n, N + P]
-    walls: torch.Tensor  # float [M, n, H*W]
-    joint: torch.Tensor  # int64 [M, n, N]
-    legal: torch.Tensor  # bool [M, n, 7]
-    weight: torch.Tensor  # float [M, n] 1 where j acted, else 0
-    clock: torch.Tensor  # float [M, n]
-    place: torch.Tensor  # int64 [M, n] career * T + step
-    last: torch.Tensor  # int64 [M, n] which sample is the last of the same career
-    careers: int
-    steps: int
-
-    @property
-    def action(self):
-        return self.joint[..., 0]
-
-
-def make_batch(config: StagHuntConfig, data: Careers, index: torch.Tensor, samples: int, symmetry=None) -> Batch:
-    """data [S, R, ...]; index [S, B] of careers; samples n; optionally symmetry (cells, actions, which [S, B])"""
-    seed, steps = torch.arange(len(index), device=index.device)[:, None], data.acted.shape[2]
-    acted = data.acted[seed, index].flatten(1)
-    place = acted.int().argsort(dim=1, descending=True, stable=True)[:, :samples]
-    career, step = place // steps, place % steps
-    row = index.gather(1, career)
-    cells, walls, joint, legal = (x[seed, row, step] for x in data[:4])
-    cells, walls, joint = cells.long(), walls.float(), joint.long()
-    if symmetry is not None:
-        to_cell, to_action, which = symmetry
-        which = which.gather(1, career)
-        cells, joint = to_cell[which].gather(2, cells), to_action[which].gather(2, joint)
-        legal = legal.gather(2, to_action.argsort(1)[which])
-        if config.max_wall_pieces:
-            walls = walls.gather(2, to_cell[:, :-1].argsort(1)[which])
-    number = torch.arange(samples, device=index.device).expand_as(place)
-    slot = torch.zeros_like(acted, dtype=torch.int64).scatter(1, place, number)
-    last = slot.gather(1, career * steps + data.last[seed, row])
-    clock = step / config.final_time
-    return Batch(cells, walls, joint, legal, acted.gather(1, place).float(), clock, place, last, index.shape[1], steps)
-
-
-def planes(config: StagHuntConfig, batch: Batch) -> torch.Tensor:
-    """float [M, n, C * H*W]: the boards to reconstruct"""
-    n, stags = config.num_players, config.num_stags
-    one_hot = torch.eye(config.num_cells + 1, config.num_cells, device=batch.things.device)[batch.things]
-    walls = batch.walls if config.max_wall_pieces else torch.zeros_like(one_hot[..., 0, :])
-    shared = torch.stack([walls, one_hot[..., n : n + stags, :].sum(-2), one_hot[..., n + stags :, :].sum(-2)], -2)
-    return torch.cat([one_hot[..., :n, :], shared], -2).flatten(-2)
-
-
-def infer_careers(inference: SubgoalInference, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distribution parameters [M, n, _], and the summaries [M, n, hidden] of what came before each sample."""
-    state = inference.encoder(batch.things, batch.walls)
-    event, place = inference.evidence(state, batch.joint), batch.place[..., None].expand_as(state)
-    grid = state.new_zeros(len(state), batch.careers * batch.steps, state.shape[2]).scatter(1, place, event)
-    grid = grid.unflatten(1, (batch.careers, batch.steps))  # [M, B, T, hidden]
-    # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
-    clock = torch.arange(batch.steps, device=state.device)
-    ago = clock[:, None] - clock - 1
-    decay = inference.decay.sigmoid().movedim(1, 2)[..., None]
-    kept = torch.where(ago >= 0, decay ** ago.clamp(min=0), 0.0)  # [M, hidden, T, T]
-    summary = torch.einsum("mhtu,mbuh->mbth", kept, grid).flatten(1, 2).gather(1, place)
-    return inference(state, summary), summary
-
-
-def infer(args: Args, models: Models, batch: Batch, noise, temperature: float):
-    """Goals and log-probabilities of both predictors, [M, n, _]; noise for each"""
-    prior = models.prior(batch.things, batch.walls)
-    posterior, summary = infer_careers(models.inference, batch)
-    goals = [draw_goal(args.goal_kind, p, e, temperature) for p, e in zip((prior, posterior), noise, strict=True)]
-    log_probs = []
-    for moa, p, goal in zip((models.moa_state, models.moa), (prior, posterior), goals, strict=True):
-        p, goal = (p.detach(), goal.detach()) if args.loss == "recon" else (p, goal)
-        drawn = [(goal, 1.0)] if args.goal_kind == "continuous" else every_goal(p)
-        log_probs.append(average(moa, batch, drawn))
-    return prior, posterior, summary, goals, log_probs
-
-
-def every_goal(parameters):
-    """Discrete: all categories with their probabilities. The action's likelihood is averaged over them exactly, because one
-    straight-through draw tells the encoder too little: it then settles on one category for everything."""
-    weights, every = parameters.softmax(-1), torch.eye(parameters.shape[-1], device=parameters.device)
-    return [(goal.expand_as(weights), weights[..., k : k + 1]) for k, goal in enumerate(every)]
-
-
-def average(moa: ActionModel, batch: Batch, drawn) -> torch.Tensor:
-    """log-probabilities [M, n, 7] averaged over weighted goals"""
-    features = moa.encoder(batch.things, batch.walls)
-    if len(drawn) == 1:
-        return moa(features, batch.clock, drawn[0][0], batch.legal)
-    probs = sum(weight * moa(features, batch.clock, goal, batch.legal).exp() for goal, weight in drawn)
-    return probs.clamp(min=1e-30).log()
-
-
-def losses(args: Args, config: StagHuntConfig, models, batch: Batch, noise, temperature: float) -> dict[str, torch.Tensor]:
-    """Each [M], the mean over the samples of the batch."""
-    prior, posterior, summary, goals, log_probs = infer(args, models, batch, noise, temperature)
-    count = batch.weight.sum(1).clamp(min=1)
-
-    def mean(x):  # only steps at which j was on the board
-        return (x * batch.weight).sum(1) / count
-
-    truth, parts = planes(config, batch), {}
-    guesses = models.prior.reconstruct(goals[0]), models.inference.reconstruct(goals[1], summary)
-    for name, guess in zip(("vae", "cvae"), guesses, strict=True):
-        parts[f"recon_{name}"] = mean(F.binary_cross_entropy_with_logits(guess, truth, reduction="none").mean(2))
-    # The hindsight subgoal s^g is the last state before j left ("final"); the prior is not moved by it.
-    hindsight = prior.detach().gather(1, batch.last[..., None].expand_as(prior))
-    parts["kl_vae"] = mean(divergence(args.goal_kind, prior))
-    parts["kl_cvae"] = mean(divergence(args.goal_kind, posterior, hindsight))
-    for name, log_prob in zip(("vae", "cvae"), log_probs, strict=True):
-        parts[f"moa_{name}"] = -mean(log_prob.gather(2, batch.action[..., None])[..., 0])
-        parts[f"recon_total_{name}"] = parts[f"recon_{name}"] + args.kl_coef * parts[f"kl_{name}"]
-        parts[f"moa_total_{name}"] = parts[f"moa_{name}"] + args.kl_coef * parts[f"kl_{name}"]
-    # With --loss recon the action models learn too, but on subgoals that they cannot move; with moa the decoders rest.
-    recon = 0.0 if args.loss == "moa" else 1.0
-    kl = args.kl_coef * (parts["kl_vae"] + parts["kl_cvae"])
-    parts["total"] = recon * (parts["recon_vae"] + parts["recon_cvae"]) + kl + parts["moa_vae"] + parts["moa_cvae"]
-    return parts
-
-
-def goal_size(args: Args) -> int:
-    return args.goal_dim if args.goal_kind == "continuous" else args.num_goals
-
-
-def draw_noise(args: Args, shape: tuple[int, ...], generator) -> list[torch.Tensor]:
-    """For the two predictors: normal, or Gumbel for discrete goals."""
-    shape, device = (*shape, goal_size(args)), generator.device
-    if args.goal_kind == "continuous":
-        return [torch.randn(shape, generator=generator, device=device) for _ in range(2)]
-    uniform = [torch.rand(shape, generator=generator, device=device) for _ in range(2)]
-    return [-torch.log(-torch.log(u.clamp(1e-6, 1 - 1e-6))) for u in uniform]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-
-
-@torch.no_grad()
-def predictions(args: Args, config: StagHuntConfig, models: Models, data: Careers, size: int = 512):
-    """Probabilities of the four PREDICTORS [4, S, R, T, 7] and the mean goals of the first two [S, R, T, goal]."""
-    device, (num_seeds, num_rows, steps) = data.things.device, data.acted.shape
-    seed = torch.arange(num_seeds, device=device)[:, None]
-    generator = torch.Generator(device).manual_seed(0)
-    probs = torch.zeros(4, num_seeds, num_rows, steps, NUM_ACTIONS, device=device)
-    goals = [torch.zeros(num_seeds, num_rows, steps, goal_size(args), device=device) for _ in range(2)]
-    for rows in torch.arange(num_rows, device=device).split(size):
-        index = rows.expand(num_seeds, -1)
-        samples = int(data.acted[:, rows].sum((1, 2)).max())
-        batch = make_batch(config, data, index, samples)
-        posterior, _ = infer_careers(models.inference, batch)
-        row, step = index.gather(1, batch.place // steps), batch.place % steps
-        for k, (moa, p) in enumerate(((models.moa_state, models.prior(batch.things, batch.walls)), (models.moa, posterior))):
-            mean, drawn = spread_goals(args, p, generator)
-            probs[k, seed, row, step] = average(moa, batch, drawn).exp()
-            goals[k][seed, row, step] = mean
-        known = data.known[seed, index]  # [S, B, T, kinds, 7]
-        played = known.gather(4, data.joint[seed, index][..., :1, None].long().expand(*known.shape[:4], 1))[..., 0]
-        evidence = (played.clamp(min=1e-30).log() * data.acted[seed, index][..., None]).cumsum(2).roll(1, 2)
-        evidence[:, :, 0] = 0  # what was seen before step t; all kinds are equally likely before that
-        probs[2, seed, index] = (evidence.softmax(3)[..., None] * known).sum(3)
-        kind = data.kind[seed, index].view(*index.shape, 1, 1, 1).expand(*known.shape[:3], 1, NUM_ACTIONS)
-        probs[3, seed, index] = known.gather(3, kind)[:, :, :, 0]
-    return probs, goals
-
-
-def spread_goals(args: Args, parameters, generator, draws: int = 8):
-    """The mean goal, and goals with weights that stand for the whole distribution: what j does is averaged over them."""
-    if args.goal_kind == "discrete":
-        return parameters.softmax(-1), every_goal(parameters)
-    noise = torch.randn(draws, *parameters.shape[:-1], args.goal_dim, generator=generator, device=generator.device)
-    drawn = [(draw_goal("continuous", parameters, e, 1.0), 1 / draws) for e in noise]
-    return parameters.chunk(2, -1)[0], drawn
-
-
-def votes(probs: np.ndarray) -> np.ndarray:
-    """probs [n, 7] -> the predicted action [n, 7]. Where actions are equally likely (within 0.1), the prediction is
-    split between them: else the order of the actions would decide who is right."""
-    tied = probs >= probs.max(1, keepdims=True) - 0.1
-    with np.errstate(invalid="ignore"):
-        return tied / tied.sum(1, keepdims=True)
-
-
-def classifier_metrics(probs: np.ndarray, action: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """probs [n, 7], action [n] -> figures and confusion matrix [true, predicted]"""
-    own = probs[np.arange(len(action)), action]
-    confusion = np.zeros((NUM_ACTIONS, NUM_ACTIONS))
-    np.add.at(confusion, action, votes(probs))
-    confidence, right = probs.max(1), probs.argmax(1) == action
-    bins = np.clip(np.nan_to_num(confidence * 15), 0, 14).astype(int)  # as an integer, NaN depends on the machine
-    gaps = [abs(confidence[bins == b].sum() - right[bins == b].sum()) for b in range(15)]
-    hit, count, guessed = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        recall, precision = hit / count, hit / guessed
-        f1 = np.nan_to_num(2 * hit / (count + guessed))
-    figures = {
-        "top1": hit.sum() / len(action),
-        "top3": (np.argsort(-probs, 1, kind="stable")[:, :3] == action[:, None]).any(1).mean(),
-        "nll": -np.log(np.maximum(own, 1e-12)).mean(),
-        "ece": sum(gaps) / len(action),
-        "macro_f1": f1[count > 0].mean(),
-    }
-    for a in range(NUM_ACTIONS):
-        figures |= {f"count/{a}": count[a], f"share/{a}": count[a] / len(action)}
-        figures |= {f"precision/{a}": precision[a], f"recall/{a}": recall[a], f"f1/{a}": f1[a]}
-    return {key: float(value) for key, value in figures.items()}, confusion
-
-
-def by_step(values: np.ndarray, steps: np.ndarray, final_time: int) -> np.ndarray:
-    """mean of values at each step of the game"""
-    count = np.bincount(steps, minlength=final_time)
-    with np.errstate(invalid="ignore"):
-        return np.bincount(steps, values, minlength=final_time) / count
-
-
-def probe(goals: torch.Tensor, took: torch.Tensor, weight: torch.Tensor, test: tuple, steps: int = 200) -> torch.Tensor:
-    """Does a linear reading of g tell which prey j will take? Fitted to [R, T, goal]; bool [R, T]: right on `test`."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad():
-        layer = StackedLinear([generator], goals.shape[2] + 1, len(PREY)).to(goals.device)
-        optimiser = torch.optim.Adam(layer.parameters(), lr=0.1)
-        ones = torch.ones_like(goals[..., :1])
-        scale = goals.std((0, 1)).clamp(min=1e-6)
-        x, label = torch.cat([goals / scale, ones], 2), took[:, None].expand(goals.shape[:2])
-        for _ in range(steps):
-            loss = F.cross_entropy(layer(x[None])[0].movedim(2, 1), label, reduction="none")
-            optimiser.zero_grad()
-            ((loss * weight).sum() / weight.sum()).backward()
-            optimiser.step()
-    test_goals, test_took = test
-    x = torch.cat([test_goals / scale, torch.ones_like(test_goals[..., :1])], 2)
-    return (layer(x[None])[0].argmax(2) == test_took[:, None]).detach()
-
-
-def measure(args: Args, config: StagHuntConfig, models: Models, held_out: Careers) -> tuple[list[dict], list[dict]]:
-    """Per seed: {predictor: figures} and what is drawn."""
-    probs, goals = predictions(args, config, models, held_out)
-    tables, pictures = [], []
-    for s in range(probs.shape[1]):
-        acted = held_out.acted[s].cpu().numpy()
-        action = held_out.joint[s, ..., 0].cpu().numpy()[acted].astype(int)
-        steps = np.broadcast_to(np.arange(acted.shape[1]), acted.shape)[acted]
-        table, picture = {}, {"goals": [g[s] for g in goals]}
-        for name, p in zip(PREDICTORS, probs[:, s], strict=True):
-            p = p.cpu().numpy()[acted]
-            table[name], confusion = classifier_metrics(p, action)
-            right = votes(p)[np.arange(len(action)), action]
-            picture[name] = {"confusion": confusion, "by_step": by_step(right, steps, config.final_time)}
-        tables.append(table)
-        pictures.append(picture)
-    return tables, pictures
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """mean and half width of its 95 % interval (Student's t over seeds)"""
-    values = [v for v in values if not math.isnan(v)]
-    if len(values) < 2:
-        return (values[0] if values else math.nan), math.nan
-    from scipy import stats  # takes half a second to load
-
-    t = float(stats.t.ppf(0.975, len(values) - 1))
-    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
-def write_evaluation(folder: Path, name: str, table: dict, picture: dict) -> None:
-    folder.mkdir(exist_ok=True)
-    with open(folder / f"{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", *table])
-        for key in next(iter(table.values())):
-            writer.writerow([key, *(figures[key] for figures in table.values())])
-    arrays = {f"{k}/{p}": picture[p][k] for p in table for k in ("confusion", "by_step")}
-    np.savez(folder / f"{name}.npz", **{key.replace(" ", "_").replace(":", ""): value for key, value in arrays.items()})
-
-
-def show_table(tables: list[dict]) -> str:
-    keys = ["top1", "top3", "nll", "ece", "macro_f1", *(f"recall/{a}" for a in range(NUM_ACTIONS))]
-    lines = ["".ljust(12) + "".join(name.rjust(30) for name in PREDICTORS)]
-    for key in keys:
-        line = key.ljust(12)
-        for name in PREDICTORS:
-            mean, half = interval([table[name][key] for table in tables])
-            line += (f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")).rjust(30)
-        lines.append(line)
-    return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def surviving(what: str):
-    """A picture must never cost a run: whatever fails in here is told in one line."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        print(f"could not {what}: {type(error).__name__}: {reason}; the run goes on", flush=True)
-
-
-def draw(folder: Path, table: dict, picture: dict, curves: list[dict], probes: dict[str, np.ndarray]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def save(figure, name):
-        figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=75)
-        plt.close(figure)
-
-    figure, axis = plt.subplots(figsize=(6, 3))
-    axis.bar(ACTION_NAMES, [table[PREDICTORS[0]][f"share/{a}"] for a in range(NUM_ACTIONS)], color="#3478c8")
-    axis.set(ylabel="share of the held-out samples", title="class distribution")
-    axis.tick_params(axis="x", rotation=30)
-    save(figure, "class_distribution")
-
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.6))
-    for axis, name in zip(axes, PREDICTORS[:3], strict=True):
-        confusion = picture[name]["confusion"]
-        share = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
-        axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
-        for (y, x), value in np.ndenumerate(share):
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 0.6 else "black")
-        axis.set(title=name, xlabel="predicted", xticks=range(NUM_ACTIONS), yticks=range(NUM_ACTIONS))
-        axis.set_xticklabels(ACTION_NAMES, rotation=40, fontsize=7)
-        axis.set_yticklabels(ACTION_NAMES, fontsize=7)
-    axes[0].set_ylabel("true")
-    save(figure, "confusion")
-
-    figure, axis = plt.subplots(figsize=(8, 3.4))
-    for k, name in enumerate(PREDICTORS):
-        values = [table[name][f"recall/{a}"] for a in range(NUM_ACTIONS)]
-        axis.bar(np.arange(NUM_ACTIONS) + 0.2 * (k - 1.5), values, 0.2, label=name)
-    axis.set(ylabel="recall", xticks=range(NUM_ACTIONS), ylim=(0, 1.25))
-    axis.set_xticklabels(ACTION_NAMES)
-    axis.legend(fontsize=7, ncols=2)
-    save(figure, "recall")
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True)
-    for axis, (part, title) in zip(axes, (("vae", "state only (VAE)"), ("cvae", "with history (CVAE)")), strict=True):
-        epochs = [row["epoch"] for row in curves]
-        axis.plot(epochs, [row[f"moa_total_{part}"] for row in curves], label="action cross-entropy + a KL")
-        axis.plot(epochs, [row[f"recon_total_{part}"] for row in curves], label="reconstruction + a KL")
-        axis.set(title=title, xlabel="epoch")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss")
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(fontsize=8)
-    figure.suptitle("The same run: only the choice of loss makes the total look large or small", fontsize=10)
-    save(figure, "loss")
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
-    for name in PREDICTORS:
-        axes[0].plot(picture[name]["by_step"], label=name)
-    axes[0].set(xlabel="step of the game", ylabel="top-1", title="how fast is a co-player recognised?")
-    axes[0].legend(fontsize=7)
-    for name, values in probes.items():
-        axes[1].plot(values, label=name)
-    axes[1].set(xlabel="step of the game", ylabel="probe accuracy", title="does g tell which prey j will take?")
-    axes[1].legend(fontsize=7)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    save(figure, "by_step")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-
-
-def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clips the gradient of each of the M stacked models by its own norm; returns the norms [M]."""
-    norms = torch.cat([p.grad.flatten(1) for p in parameters], 1).norm(dim=1)
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        p.grad.mul_(factor.view(-1, *[1] * (p.dim() - 1)))
-    return norms
-
-
-def train_epoch(args: Args, config, models, optimiser, data: Careers, generator, table, epoch: int) -> dict[str, list[float]]:
-    """One pass over the players' games; returns the mean of every loss [M] over all samples."""
-    num_seeds, rows = data.last.shape
-    order = torch.rand(num_seeds, rows, generator=generator, device=generator.device).argsort(1)
-    batches = order.split(args.batch_size, 1)
-    sizes = torch.stack([data.acted.sum(2).gather(1, index).sum(1).max() for index in batches]).tolist()
-    total, samples = {}, torch.zeros(num_seeds, device=generator.device)
-    for number, (index, size) in enumerate(zip(batches, sizes, strict=True)):
-        progress = (epoch + number / len(batches)) / args.epochs
-        for group in optimiser.param_groups:
-            group["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-        which = torch.randint(len(table[0]), index.shape, generator=generator, device=generator.device)
-        batch = make_batch(config, data, index, size, (*table, which) if args.augment else None)
-        noise = draw_noise(args, batch.clock.shape, generator)
-        start, end = args.temperature
-        parts = losses(args, config, models, batch, noise, start * (end / start) ** progress)
-        optimiser.zero_grad(set_to_none=True)
-        parts["total"].sum().backward()
-        clip_per_model([p for p in models.parameters() if p.grad is not None], args.max_grad_norm)
-        optimiser.step()
-        count = batch.weight.sum(1)
-        samples += count
-        for key, value in parts.items():
-            total[key] = total.get(key, 0.0) + value.detach() * count
-    return {key: (value / samples).tolist() for key, value in total.items()}
-
-
-def checked(args: Args) -> StagHuntConfig:
-    """Refuses wrong flags before anything is written."""
-    config = args.config.checked()
-    resolve_device(args.device)
-    check_players(args.players)
-    if not args.players:
-        raise ValueError("--players needs at least one name")
-    for name in ("num_seeds", "num_samples", "held_out_games", "goal_dim", "num_goals", "hidden", "epochs", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
-    for name in ("learning_rate", "max_grad_norm"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, not {getattr(args, name)}")
-    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
-        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
-    if not 0 <= args.kl_coef < math.inf:
-        raise ValueError(f"--kl-coef must be a number >= 0, not {args.kl_coef}")
-    if config.num_cells > 255:
-        raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
-    if min(args.temperature) <= 0:
-        raise ValueError(f"--temperature needs two positive numbers, not {args.temperature}")
-    return config
-
-
-def args_from(saved: dict, **changes) -> Args:
-    return Args(**{**saved, **changes, "config": StagHuntFlags(**saved["config"])})
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Drops what was logged after the checkpoint"""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    path.write_text("".join(line for line in lines if json.loads(line)["steps"] <= last_step))
+
+
+def open_run(args: Args, label: str, checkpoint: dict | None) -> tuple[list[Path], list[SummaryWriter]]:
+    """One folder per seed: new ones with args.json, or those of the resumed run without what was logged afterwards"""
+    if checkpoint:
+        folders = [Path(args.resume).resolve().parent.parent / name for name in checkpoint["folders"]]
+        for folder in folders:
+            truncate_metrics(folder / "metrics.jsonl", checkpoint["step"])
+        return folders, [SummaryWriter(folder, purge_step=checkpoint["step"] + 1) for folder in folders]
+    stamp = int(time.time())
+    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+        stamp += 1
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+    writers = [SummaryWriter(folder) for folder in folders]
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+    for folder, writer in zip(folders, writers, strict=True):
+        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}")
+    return folders, writers
 
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final figures, averaged over seeds, as {"with history/top1": ...}."""
-    config = checked(args)
-    checkpoint = None
+    started, epoch, checkpoint = time.time(), 0, None
     if args.resume:
-        checkpoint = load_file(args.resume, "subgoals-2", "VAE checkpoint")
-        args = args_from(checkpoint["args"], resume=args.resume, device=args.device)
-        config = args.config.checked()
-    device, started = resolve_device(args.device), time.time()
-    # On a GPU the gradient of a lookup table otherwise adds up in any order, and no run is like another.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    if args.resume and checkpoint["device"] != device.type:
-        raise ValueError(
-            f"{args.resume} is a run on {checkpoint['device']}: it cannot be continued bit for bit on {device.type}"
-        )
+        checkpoint = load_checkpoint(args.resume, FORMAT, "VAE checkpoint")
+        saved = checkpoint["args"] | {"device": args.device, "resume": args.resume}
+        args = Args(**saved | {"config": StagHuntConfig(**saved["config"])})
+    config, device = validate(args), resolve_device(args.device)
+    if checkpoint and checkpoint["device"] != device.type:
+        raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
+    if device.type == "cuda":  # else the gradient of a lookup table adds up in any order, and no run is like another
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
-    env = StagHuntEnv(config, 1, device, args.seed)
-    if args.data:
-        games = load_games(args.data, config, args.players, args.num_seeds, device)
-    else:
-        games = [collect(config, args.players, s, args.num_samples, args.held_out_games, device) for s in seeds]
-    if args.save_data:
-        save_games(args.save_data, config, args.players, games)
-    smallest = min(int(pair[0].acted.sum()) for pair in games)
-    if smallest < args.num_samples:
-        raise ValueError(f"{args.data} holds {smallest} samples to train on, {args.num_samples} are asked for")
-    data = stack_careers([careers(env, pair[0], args.players, args.num_samples) for pair in games])
-    held_out = stack_careers([careers(env, pair[1], args.players) for pair in games])
-    watched = Careers(*(x[:, :1000] for x in held_out))  # after each epoch; all of them at the end
-    models = Models(args, config, seeds).to(device)
-    optimiser = torch.optim.Adam(models.parameters(), lr=args.learning_rate)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    table = symmetries(config, device)
-    done, spent = 0, 0.0
+    games = [collect_trajectories(args, config, seed, device) for seed in seeds]
+    data, held_out = (tree_map(lambda *x: pad_sequence(x, True), *parts) for parts in zip(*games, strict=True))
+    models = make_models(args, config, seeds, device)
+    params = [p for stacked in models.values() for p in stacked.parameters()]
+    optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
-        models.load_state_dict(checkpoint["model"])
-        optimiser.load_state_dict(checkpoint["optimiser"])
-        generator.set_state(checkpoint["generator"])
-        done, folders, spent = checkpoint["epoch"], [Path(f) for f in checkpoint["folders"]], checkpoint["seconds"]
-        for folder in folders:
-            keep_lines(folder / "metrics.jsonl", "epoch", done)
-    else:
-        stamp = int(time.time())
-        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-            stamp += 1
-        folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.goal_kind}__{s}__{stamp}" for s in seeds]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-    writers = [SummaryWriter(folder, purge_step=done + 1) for folder in folders]
-    print(f"{config.setting}, {args.goal_kind} subgoals, {args.num_samples} samples of {', '.join(args.players)}, on {device}")
-    print(f"data ready after {time.time() - started:.1f} s; run folder {folders[0]}", flush=True)
+        for name, stacked in models.items():
+            stacked.load_state_dict(checkpoint["networks"][name])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        epoch, started = checkpoint["step"], started - checkpoint["seconds"]
+    folders, writers = open_run(args, f"{config.setting}_{args.goal_kind}", checkpoint)
+    print(f"{config.setting}, {args.goal_kind} subgoals, on {device}; run folder {folders[0]}", flush=True)
 
     def save(name="checkpoint.pt"):
-        saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k != "resume"}
-        content = {
-            "format": "subgoals-2",
-            "args": saved_args,
-            "model": models.state_dict(),
-            "optimiser": optimiser.state_dict(),
-        }
-        content |= {
-            "generator": generator.get_state(),
-            "epoch": done,
-            "device": device.type,
-            "seconds": spent + time.time() - started,
-        }
-        save_atomically(folders[0] / name, content | {"folders": [str(f) for f in folders]})
+        content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": epoch}
+        content |= {"networks": {name: stacked.state_dict() for name, stacked in models.items()}}
+        content |= {"optimizer": optimizer.state_dict(), "seconds": time.time() - started}
+        save_checkpoint(folders[0] / name, content | {"folders": [folder.name for folder in folders]})
 
-    bar = tqdm(initial=done, total=args.epochs, unit="epoch", mininterval=1)
-    while done < args.epochs:
-        parts = train_epoch(args, config, models, optimiser, data, generator, table, done)
-        done += 1
-        bad = [key for key, values in parts.items() if not all(math.isfinite(x) for x in values)]
+    bar = tqdm(initial=epoch, total=args.epochs, unit="epoch", mininterval=1)
+    while epoch < args.epochs:
+        losses = train_epoch(args, config, models, optimizer, data, epoch)
+        epoch += 1
+        bad = [name for name, values in losses.items() if not all(math.isfinite(x) for x in values)]
         if bad:
             save("checkpoint_bad.pt")
-            raise FloatingPointError(f"losses/{bad[0]} is not finite in epoch {done}; see {folders[0]}/checkpoint_bad.pt")
-        tables, pictures = measure(args, config, models, watched)
+            raise FloatingPointError(f"losses/{bad[0]} is not finite; see {folders[0]}/checkpoint_bad.pt")
+        tables, _ = measure(args, config, models, Trajectories(*(x[:, :1000] for x in held_out)))
         for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
-            row = {f"losses/{key}": values[s] for key, values in parts.items()}
-            row |= {f"{TAGS[name]}/{key}": value for name, figures in tables[s].items() for key, value in figures.items()}
-            with surviving("write to TensorBoard"):
-                for key, value in row.items():
-                    writer.add_scalar(key, value, done)
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"epoch": done, **finite(row)}) + "\n")
-            write_evaluation(folder / "evaluation", f"epoch_{done}", tables[s], pictures[s])
-        best = np.mean([t["ceiling: Bayes from history"]["top1"] for t in tables])
-        now = np.mean([t["with history"]["top1"] for t in tables])
-        bar.set_postfix_str(f"loss {np.mean(parts['total']):.4g}, top-1 with history {now:.4f} (ceiling {best:.4f})")
+            row = {f"losses/{name}": values[s] for name, values in losses.items()}
+            row |= {f"{TAGS[name]}/{key}": x for name, figures in tables[s].items() for key, x in figures.items()}
+            row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            write_row(writer, folder / "metrics.jsonl", epoch, row, args.log_details)
+        now, best = (np.mean([table[name]["top1"] for table in tables]) for name in PREDICTORS[1:3])
+        bar.set_postfix_str(f"loss {np.mean(losses['total']):.4g}, top-1 {now:.4f} (ceiling {best:.4f})")
         bar.update()
         save()
     bar.close()
 
-    tables, pictures = measure(args, config, models, held_out)
-    _, train_goals = predictions(args, config, models, Careers(*(x[:, :4000] for x in data)))
-    for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
-        curves = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        curves = [{key.removeprefix("losses/"): value for key, value in row.items()} for row in curves]
-        acted = held_out.acted[s].cpu().numpy()
-        steps, probes = np.broadcast_to(np.arange(acted.shape[1]), acted.shape)[acted], {}
-        for i, name in enumerate(PREDICTORS[:2]):
-            test = (pictures[s]["goals"][i], held_out.took[s])
-            right = probe(train_goals[i][s], data.took[s, :4000], data.acted[s, :4000].float(), test).cpu().numpy()[acted]
-            probes[name] = by_step(right, steps, config.final_time)
-            tables[s][name]["probe_accuracy"] = float(right.mean())
-        for name in PREDICTORS[2:]:
-            tables[s][name]["probe_accuracy"] = math.nan
-        write_evaluation(folder / "evaluation", "final", tables[s], pictures[s])
-        with surviving("draw"):
-            draw(folder, tables[s], pictures[s], curves, probes)
-        with surviving("write to TensorBoard"):
-            for name in PREDICTORS[:2]:
-                writer.add_scalar(f"omg/probe_accuracy/{name}", tables[s][name]["probe_accuracy"], done)
-                for t, value in enumerate(probes[name]):
-                    if not math.isnan(value):
-                        writer.add_scalar(f"omg/probe_accuracy_by_step/{name}", value, t)
-            for picture in sorted(folder.glob("*.png")):
-                writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
+    tables, arrays = measure(args, config, models, held_out, Trajectories(*(x[:, :4000] for x in data)))
+    for folder, writer, table, drawn in zip(folders, writers, tables, arrays, strict=True):
+        write_csv(folder / "evaluation" / "final.csv", table)
+        writer.add_scalar("omg/probe_accuracy", table["with history"]["probe_accuracy"], epoch)
+        with never_fatal("draw"):
+            draw_pictures(folder, writer, drawn, epoch)
             writer.close()
-    print(f"held-out games, {args.num_seeds} seed(s); pictures and CSV in {folders[0]}")
-    print(show_table(tables))
-    for name in PREDICTORS[:2]:
-        mean, half = interval([t[name]["probe_accuracy"] for t in tables])
-        print(f"probe accuracy of g, {name}: {mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}"))
-    print(f"{spent + time.time() - started:.1f} s in all; checkpoint {folders[0]}/checkpoint.pt")
-    figures = {f"{name}/{key}": interval([t[name][key] for t in tables])[0] for name in PREDICTORS for key in tables[0][name]}
-    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **figures}
-
-
-def stack_careers(parts: list[Careers]) -> Careers:
-    """[S, R, ...]: the rows that hold samples, filled up to the largest number of them among the seeds"""
-    rows = max(int((p.acted.any(1) * torch.arange(1, len(p.acted) + 1, device=p.acted.device)).max()) for p in parts)
-
-    def fit(x):
-        return x[:rows] if len(x) >= rows else torch.cat([x, torch.zeros_like(x[:1]).expand(rows - len(x), *x.shape[1:])])
-
-    return Careers(*(torch.stack([fit(x) for x in field]) for field in zip(*parts, strict=True)))
-
-
-def finite(row: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows no nan (the precision of an event that was never predicted, say): null."""
-    return {key: value if math.isfinite(value) else None for key, value in row.items()}
-
-
-def keep_lines(path: Path, counter: str, last: int) -> None:
-    """Drops what was logged after the checkpoint."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if json.loads(line)[counter] <= last))
-
-
-def read_picture(path: Path) -> np.ndarray:
-    import matplotlib.image
-
-    return (matplotlib.image.imread(path)[..., :3] * 255).astype(np.uint8)
+    show_table(tables)
+    print(f"{time.time() - started:.1f} s in all; checkpoint, CSV and pictures in {folders[0]}")
+    rows = [{f"{name}/{key}": x for name in PREDICTORS for key, x in table[name].items()} for table in tables]
+    means = {name: interval([row[name] for row in rows])[0] for name in rows[0]}
+    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}
 
 
 if __name__ == "__main__":
-    command_line(Args, main)
+    command_line(parse_args, main)

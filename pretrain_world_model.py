@@ -5,213 +5,316 @@
     python pretrain_world_model.py --num-seeds 5 --height 8 --width 8
     python pretrain_world_model.py --evaluate runs/RUN/checkpoint.pt --evaluate-board 6x9
     python pretrain_world_model.py --resume runs/RUN/checkpoint.pt
+    python hopplus_ppo.py --world-model-checkpoint runs/RUN/checkpoint.pt
 
 A transition is one player's view of one step: (its planes, the joint action in its ego order) -> (its planes one step
 later, its own reward). `docs/pretraining.md` explains every figure this script prints.
+
+Axes: S seeds, M = S * wm_ensemble models, G games, T steps, N seats, C planes, H W board, n rows of any kind.
 """
 
 import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from PIL import Image
+from scipy import stats
 from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from stag_hunt_env import (
     ACTION_NAMES,
     NUM_ACTIONS,
-    PLAYER_PROBS,
+    POPULATION,
     STAY,
+    Count,
+    Positive,
+    Seats,
     StagHuntConfig,
     StagHuntEnv,
-    StagHuntFlags,
-    State,
-    check_players,
+    Whole,
+    check_ranges,
     command_line,
-    parse_board,
+    copy_nested_,
+    parse,
+    population_names,
+    render_planes,
     resolve_device,
     sample,
-    seat_probs,
 )
 
+FORMAT = "world-model-4"  # of a checkpoint
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
+DETAILS = re.compile("wm/(per_channel_mse|reward_precision)/")  # logged only with --log-details
 
 
 @dataclasses.dataclass
-class Args:
-    exp_name: str = "pretrain_world_model"
+class RunArgs:
+    exp_name: str = Path(__file__).stem
     """first part of the run's name"""
-    seed: int = 1
+    seed: Whole = 1
     """seed of the first experiment; the others count up from it"""
-    num_seeds: int = 1
-    """experiments side by side, each with its own games (unless --data holds one set), weights and TensorBoard run"""
+    num_seeds: Count = 1
+    """S, experiments side by side, each with its own games, weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
-    players: tuple[str, ...] = ("random", "nearest_stag", "nearest_hare")
-    """who plays the games: each seat of each game draws one of these"""
-    num_transitions: int = 50_000
-    """transitions to train on"""
-    held_out_games: int = 1000
-    """further games to measure on"""
-    data: str | None = None
-    """take the games from this file instead of playing them"""
-    save_data: str | None = None
-    """write the games to this file"""
-    wm_head: Literal["structured", "pixel"] = "structured"
-    """structured: where each player goes, which prey is taken, what is paid; pixel: every cell by mean squared error"""
-    wm_hidden: int = 128
-    """width of the hidden layers (the pixel head's are twice as wide)"""
-    wm_ensemble: int = 1
-    """world models per experiment, same data, other weights and minibatches"""
-    wm_channel_weights: tuple[float, ...] | None = None
-    """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
-    num_updates: int = 3000
-    """optimiser steps"""
-    log_every: int = 200
-    """updates between two measurements, which are also checkpoints"""
-    batch_size: int = 256
-    """transitions per update and model, drawn with replacement"""
-    learning_rate: float = 2e-3
-    """Adam's step size at the start; falls to 0 along a cosine"""
-    max_grad_norm: float = 1.0
-    """clip each model's gradient to this norm"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
+    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    log_every: Count = 200
+    """updates between two measurements, which are also checkpoints"""
+    log_details: bool = False
+    """log every metric, not only the main ones"""
     evaluate: str | None = None
     """only measure this checkpoint: tables and pictures beside it; the other flags come from it"""
     evaluate_board: str | None = None
     """--evaluate: on a board of this size, for example 6x9 (structured head only)"""
-    config: StagHuntFlags = dataclasses.field(default_factory=StagHuntFlags)
+
+
+@dataclasses.dataclass
+class DataArgs:
+    population: str = ",".join(POPULATION)
+    """who plays the games: each seat of each game draws one of these"""
+    num_transitions: Count = 50_000
+    """transitions to train on"""
+    held_out_games: Count = 1000
+    """further games to measure on"""
+
+
+@dataclasses.dataclass
+class WorldModelArgs:
+    wm_head: Literal["structured", "pixel"] = "structured"
+    """a distribution over possible boards, or every cell by mean squared error"""
+    wm_hidden: Count = 128
+    """width of the hidden layers (the pixel head's are twice as wide)"""
+    wm_ensemble: Count = 1
+    """world models per experiment, same data, other weights and minibatches"""
+    wm_channel_weights: tuple[float, ...] | None = None
+    """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
+    num_updates: Count = 3000
+    """optimizer steps"""
+    batch_size: Count = 256
+    """transitions per update and model, drawn with replacement"""
+    learning_rate: Positive = 2e-3
+    """Adam's step size at the start; falls to 0 along a cosine"""
+
+
+@dataclasses.dataclass
+class Args(RunArgs, DataArgs, WorldModelArgs):
+    config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
+
+
+GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "world_model": WorldModelArgs}
+
+
+def make_args(**changes) -> Args:
+    """Complete flags: where tests, sweeps and the command line start"""
+    return Args(**changes)
+
+
+def parse_args(words: list[str]) -> Args:
+    return parse(Args, GROUPS, make_args(), words)
+
+
+def parse_board(board: str) -> tuple[int, int]:
+    height, cross, width = board.partition("x")
+    if not (cross and height.isdecimal() and width.isdecimal()):
+        raise ValueError(f"a board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
+    return int(height), int(width)
+
+
+def validate(args: Args) -> StagHuntConfig:
+    """Refuses wrong flags before anything is written."""
+    config, weights = args.config, args.wm_channel_weights
+    check_ranges(args)
+    resolve_device(args.device)
+    population_names(args.population)
+    rules = [  # what must hold, and what to say if it does not
+        (not Path(args.run_dir).exists() or Path(args.run_dir).is_dir(), f"--run-dir {args.run_dir} is not a folder"),
+        (not config.prosocial or args.wm_head == "pixel",
+         "--prosocial rewards depend on the whole board, unseen by the structured head: --wm-head pixel"),
+        (weights is None or args.wm_head == "pixel", "--wm-channel-weights belongs to --wm-head pixel"),
+        (weights is None or len(weights) == config.observation_shape[0],
+         f"--wm-channel-weights needs {config.observation_shape[0]} numbers, one per plane"),
+        (weights is None or all(0 <= w < math.inf for w in weights), "--wm-channel-weights must be numbers >= 0"),
+        (args.evaluate_board is None or args.evaluate is not None, "--evaluate-board belongs to --evaluate"),
+        (args.evaluate_board is None or args.wm_head == "structured",
+         f"the pixel head knows one board size, {config.height}x{config.width}: no --evaluate-board"),
+        (args.evaluate is None or args.resume is None, "--evaluate and --resume exclude each other"),
+    ]  # fmt: skip
+    for holds, sentence in rules:
+        if not holds:
+            raise ValueError(sentence)
+    if args.evaluate_board:
+        height, width = parse_board(args.evaluate_board)
+        config = dataclasses.replace(config, height=height, width=width)
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Networks. M models are stored stacked, [M, in, out], and work in one operation.
+# Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
 
 
-class StackedLinear(nn.Module):
-    def __init__(self, generators: list[torch.Generator], inputs: int, outputs: int, gain: float = 1.0):
+def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
+    """Uniform weights of variance gain^2 / inputs, no bias at the start"""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.uniform_(linear.weight, -gain * math.sqrt(3 / inputs), gain * math.sqrt(3 / inputs))
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
+    """Layers with ReLU between them; gain is the last one's"""
+    layers = []
+    for inputs, outputs in itertools.pairwise(sizes[:-1]):
+        layers += [layer(inputs, outputs, math.sqrt(2)), nn.ReLU()]
+    return nn.Sequential(*layers, layer(sizes[-2], sizes[-1], gain))
+
+
+class Stacked:
+    """M networks of one kind, their parameters stacked [M, ...], called in one operation: inputs [M, n, ...] -> outputs
+    [M, n, ...]. `dtype` holds where no gradient is asked for, `train_dtype` where one is; outputs are float32."""
+
+    def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
+        networks = []
+        with torch.random.fork_rng(devices=[]):
+            for seed in seeds:
+                torch.default_generator.manual_seed(seed)
+                networks.append(make())
+        params, _ = stack_module_state(networks)
+        self.network = AnyMethod(networks[0].to(device))  # its buffers serve all; its parameters are not used
+        # In memory [M, in, out], as nn.Linear reads it: on ARM, products with a transpose take twice the time.
+        params = {name: p.mT.contiguous().mT if p.dim() == 3 else p for name, p in params.items()}
+        self.params = {name: nn.Parameter(p.detach().to(device)) for name, p in params.items()}
+        self.dtype = dtype
+        self.train_dtype = train_dtype
+
+    def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
+        dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
+        m, n = inputs[0].shape[:2]
+        params = {f"network.{name}": p.to(dtype) for name, p in self.params.items()}
+        inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        # On a GPU a long batch is split: as one long sum per learner, a weight's gradient would leave most of it idle.
+        parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
+        if parts > 1:
+            params = {name: p.repeat_interleave(parts, 0) for name, p in params.items()}
+            inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
+        outputs = vmap(lambda params, *inputs: functional_call(self.network, params, (method, *inputs)))(
+            params, *inputs
+        )
+        return tree_map(lambda x: (x.float() if x.is_floating_point() else x).reshape(m, n, *x.shape[2:]), outputs)
+
+    def __len__(self) -> int:
+        return len(self.parameters()[0])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.params.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.params.items()}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        copy_nested_(self.state_dict(), saved)
+
+
+class AnyMethod(nn.Module):
+    """Calls any method of a network, where functional_call knows only forward"""
+
+    def __init__(self, network: nn.Module):
         super().__init__()
-        bound = gain * math.sqrt(3 / inputs)
-        draws = [torch.rand(inputs, outputs, generator=generator) for generator in generators]
-        self.weight = nn.Parameter((2 * torch.stack(draws) - 1) * bound)  # [M, in, out]
-        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+        self.network = network
 
-    def forward(self, x):  # [M, ..., in] -> [M, ..., out], in the precision of x
-        rows, weight, bias = x.flatten(1, -2), self.weight.to(x.dtype), self.bias.to(x.dtype)
-        result = in_parts(rows, weight, bias) if x.is_cuda else torch.baddbmm(bias, rows, weight)
-        return result.view(*x.shape[:-1], -1)
-
-
-def in_parts(rows, weight, bias):
-    """rows [M, n, in] @ weight [M, in, out] + bias, for a GPU: as one long sum for each model, the weights' gradient would
-    leave most of it idle"""
-    (m, n, _), outputs = rows.shape, weight.shape[2]
-    parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
-    if padding(outputs):
-        weight, bias = (F.pad(x, (0, padding(outputs))) for x in (weight, bias))
-    if parts > 1:
-        rows = rows.reshape(m * parts, n // parts, -1)
-        weight, bias = (x.repeat_interleave(parts, 0) for x in (weight, bias))
-    return (rows @ weight + bias).view(m, n, -1)[..., :outputs]
-
-
-class Prediction(NamedTuple):
-    """M models, B boards"""
-
-    board: torch.Tensor  # uint8 [M, B, C, H, W] the most likely next board
-    raw: torch.Tensor | None  # float [M, B, C, H, W] the numbers behind it
-    reward: torch.Tensor  # [M, B]
-
-
-def padding(size: int) -> int:
-    """How many zeros beside a layer's inputs or outputs: GPUs multiply matrices faster whose rows begin at multiples of 32
-    bytes (of 16 in bfloat16)."""
-    return -size % 8
+    def forward(self, method: str, *inputs):
+        return getattr(self.network, method)(*inputs)
 
 
 class WorldModel(nn.Module):
-    """Structured head. The rules are local, and so is the network: around each player it sees the 3x3 cells with everyone's
-    action painted on them, and says where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell
-    is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do,
-    and whatever the weights, players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the
-    reward is one that exists. Whether leavers, prey taken and payoff fit together is left to be learned."""
+    """Structured head. The rules are local, and so is the network: around each player it sees the 3x3 cells with
+    everyone's action painted on them, and says where that player goes (one of 4 neighbours, stay, gone), whether the
+    prey on its cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any
+    board size will do. Whatever the weights, players cannot jump, split, fade or leave where no prey stands, prey
+    cannot appear, and the reward is one that exists."""
 
-    def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int):
+    def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        self.config = config
-        n, width, cells = config.num_players, config.width, config.num_cells
-        row, column = np.divmod(np.arange(cells), width)
+        n, cells, hidden = config.num_players, config.num_cells, args.wm_hidden
+        row, column = np.divmod(np.arange(cells), config.width)
         down, right = row - row[:, None], column - column[:, None]  # [from, to]
         near = np.where((abs(down) <= 1) & (abs(right) <= 1), 3 * (down + 1) + right + 1, 9)
         around = np.full((cells, 9), cells)  # cell number `cells` lies off the board
         around[np.nonzero(near < 9)[0], near[near < 9]] = np.nonzero(near < 9)[1]
-        target = around[:, [1, 7, 3, 5, 4]]  # where up, down, left, right and stay lead
-        seat = np.arange(n)
-        self.table("near", near)  # [H*W, H*W] -> which of the 9 cells around, 9: none
-        self.table("around", around)  # [H*W, 9]
-        self.table("target", target)  # [H*W, 5]
-        self.table("outcome", np.array([4, 0, 4, 2, 4, 3, 4, 1, 4, 4])[near])  # [H*W, H*W] -> which move leads there
-        self.table("order", (seat[:, None] + seat) % n)  # each player's own ego order
-        self.table("codes", np.arange(9 * NUM_ACTIONS))  # who does what where
-        self.table("one_hot", np.eye(cells + 1, cells), torch.float32)
-        self.table("payoffs", np.array(list(config.payoffs())), torch.float32)
-        # The player's own action, how many of the others do what where (a sum: two hunters differ from one), the board; and,
-        # only where players differ in strength, who of the others does it.
-        self.by_name = config.strengths is not None
+        constants = {
+            "near": near,  # [H*W, H*W] -> which of the 9 cells around, 9: none
+            "around": around,  # [H*W, 9]
+            "target": around[:, [1, 7, 3, 5, 4]],  # [H*W, 5] where up, down, left, right and stay lead
+            "outcome": np.array([4, 0, 4, 2, 4, 3, 4, 1, 4, 4])[near],  # [H*W, H*W] -> which move leads there
+            "order": (np.arange(n)[:, None] + np.arange(n)) % n,  # each player's own ego order
+            "codes": np.arange(9 * NUM_ACTIONS),  # who does what where
+            "payoffs": np.array(list(config.payoffs()), dtype=np.float32),
+        }
+        for name, values in constants.items():
+            self.register_buffer(name, torch.from_numpy(values), persistent=False)
+        # The player's own action, how many of the others do what where (a sum: two hunters differ from one), the board;
+        # and, only where players differ in strength, who of the others does it.
+        self.num_players, self.by_name = n, config.strengths is not None
         inputs = 9 * NUM_ACTIONS * (2 + self.by_name * (n - 1)) + 9 * 4
-        self.padding = padding(inputs)
-        self.layers = nn.ModuleList([StackedLinear(generators, self.padding + inputs, hidden, math.sqrt(2))])
-        self.layers.append(StackedLinear(generators, hidden, hidden, math.sqrt(2)))
-        # One head for each action of the player's own: a bystander is not mistaken for one of the party that it stands among.
-        self.outcome_head = StackedLinear(generators, hidden, NUM_ACTIONS * 6, 0.01)
-        self.prey_head = StackedLinear(generators, hidden, 1, 0.01)
-        self.reward_head = StackedLinear(generators, hidden, NUM_ACTIONS * len(self.payoffs), 0.01)
-
-    def table(self, name, values, dtype=torch.int64):
-        self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
+        self.padding = -inputs % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
+        self.trunk = mlp(inputs + self.padding, hidden, hidden, gain=math.sqrt(2))
+        # One head per own action: a bystander is not mistaken for one of the party that it stands among.
+        self.outcome_head = layer(hidden, NUM_ACTIONS * 6, 0.01)
+        self.prey_head = layer(hidden, 1, 0.01)
+        self.reward_head = layer(hidden, NUM_ACTIONS * len(self.payoffs), 0.01)
 
     def read(self, board):
-        """uint8 [M, B, C, H, W] -> planes [M, B, C, H*W], cell [M, B, N], present [M, B, N]"""
-        planes = board.flatten(3)
-        players = planes[:, :, : self.config.num_players]
-        return planes, players.argmax(3), players.amax(3) > 0
+        """uint8 [n, C, H, W] -> planes [n, C, H*W], cell [n, N], present [n, N]"""
+        planes = board.flatten(2)
+        players = planes[:, : self.num_players]
+        return planes, players.argmax(2), players.amax(2) > 0
 
     def forward(self, board, joint):
-        """board uint8 [M, B, C, H, W] and joint action [M, B, N], both in the observer's ego order -> logits of each player's
-        outcome [M, B, N, 6], of the prey on its cell being taken [M, B, N], of the observer's payoff [M, B, R]"""
-        n = self.config.num_players
+        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order -> logits of each player's
+        outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's payoff [n, R]"""
+        n, dtype = self.num_players, self.prey_head.weight.dtype
         planes, cell, present = self.read(board)
-        both = present[..., None] & present[..., self.order]
-        near = self.near[cell[..., None], cell[..., self.order]]  # [M, B, N, N]
-        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[..., self.order], -1)
-        own, *others = ((part[..., None] == self.codes).float() for part in code.unbind(3))  # each [M, B, N, 63]
-        fixed = F.pad(planes[:, :, n:].float(), (0, 1, 0, 1))  # walls, stags, hares and one plane more; one cell more
-        fixed[:, :, 3, :-1] = 1.0  # the board itself
-        around = self.around[cell].flatten(2)  # [M, B, N * 9]
-        patch = fixed.gather(3, around[:, :, None].expand(-1, -1, 4, -1)).unflatten(3, (n, 9)).transpose(2, 3)
-        nothing = patch.new_zeros(()).expand(*cell.shape, self.padding)
-        x = torch.cat([nothing, own, sum(others), patch.flatten(3), *others * self.by_name], 3)  # [M, B, N, inputs]
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        walls = F.pad(planes[:, :, n], (0, 1), value=1)
-        blocked = walls.gather(2, self.target[cell].flatten(2)).view(*cell.shape, 5) > 0
-        no_prey = planes[:, :, n + 1 :].amax(2).gather(2, cell) == 0  # nobody leaves from here
-        blocked = torch.cat([blocked, no_prey[..., None]], 3)
-        outcome = self.by_action(self.outcome_head(x), joint).masked_fill(blocked, -1e9)
-        return outcome, self.prey_head(x).squeeze(3), self.by_action(self.reward_head(x[:, :, 0]), joint[:, :, 0])
+        both = present[..., None] & present[:, self.order]
+        near = self.near[cell[..., None], cell[:, self.order]]  # [n, N, N]
+        code = torch.where(both & (near < 9), near * NUM_ACTIONS + joint.long()[:, self.order], -1)
+        own, *others = ((part[..., None] == self.codes).to(dtype) for part in code.unbind(2))  # each [n, N, 63]
+        on_board = torch.ones_like(planes[:, :1])
+        fixed = F.pad(torch.cat([planes[:, n:], on_board], 1), (0, 1)).to(dtype)  # one cell more, off the board
+        around = self.around[cell].flatten(1)  # [n, N * 9]
+        patch = fixed.gather(2, around[:, None].expand(-1, 4, -1)).unflatten(2, (n, 9)).transpose(1, 2).flatten(2)
+        padding = torch.zeros_like(patch[..., : self.padding])
+        x = F.relu(
+            self.trunk(torch.cat([padding, own, sum(others), patch, *others * self.by_name], 2))
+        )  # [n, N, hidden]
+        walls = F.pad(planes[:, n], (0, 1), value=1)
+        blocked = walls.gather(1, self.target[cell].flatten(1)).view(*cell.shape, 5) > 0
+        no_prey = planes[:, n + 1 :].amax(1).gather(1, cell) == 0  # nobody leaves from here
+        outcome = self.by_action(self.outcome_head(x), joint).float()
+        outcome = outcome.masked_fill(torch.cat([blocked, no_prey[..., None]], 2), -1e9)
+        return (
+            outcome,
+            self.prey_head(x).squeeze(2).float(),
+            self.by_action(self.reward_head(x[:, 0]), joint[:, 0]).float(),
+        )
 
     @staticmethod
     def by_action(logits, action):  # [..., 7 * outputs] -> [..., outputs]
@@ -219,159 +322,423 @@ class WorldModel(nn.Module):
         index = action.long()[..., None, None].expand(*action.shape, 1, logits.shape[-1])
         return logits.gather(-2, index).squeeze(-2)
 
-    def loss(self, board, joint, next_board, reward, weight):
-        """[M]: the mean over the B boards, weighted by weight [M, B]"""
-        n = self.config.num_players
+    def loss(self, board, joint, next_board, reward):
+        """-> [n]"""
         outcome, taken, payoff = self(board, joint)
         planes, cell, present = self.read(board)
         next_planes, next_cell, next_present = self.read(next_board)
         goes = torch.where(next_present, self.outcome[cell, next_cell], 5)
-        prey, next_prey = (p[:, :, n + 1 :].amax(2).gather(2, cell).float() for p in (planes, next_planes))
-        goes_loss = F.cross_entropy(outcome.movedim(3, 1), goes, reduction="none") * present
+        prey, next_prey = (p[:, -2:].amax(1).gather(1, cell).float() for p in (planes, next_planes))
+        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0] * present
         taken_loss = F.binary_cross_entropy_with_logits(taken, prey - next_prey, reduction="none") * prey * present
-        paid = (reward[..., None] - self.payoffs).abs().argmin(2)
-        paid_loss = F.cross_entropy(payoff.movedim(2, 1), paid, reduction="none")
-        return (((goes_loss + taken_loss).sum(2) + paid_loss) * weight).sum(1) / weight.sum(1).clamp(min=1)
+        paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
+        return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
 
-    @torch.no_grad()
-    def predict(self, board, joint, with_raw: bool = True) -> Prediction:
-        n, cells = self.config.num_players, self.config.num_cells
+    def predict(self, board, joint):
+        """-> the most likely next board uint8 [n, C, H, W], reward [n], the probabilities behind the board [n, C, H,
+        W]"""
         outcome, taken, payoff = self(board, joint)
         planes, cell, present = self.read(board)
-        goes = torch.where(present, outcome.argmax(3), 5)
-        goal = self.target[cell].gather(3, goes.clamp(max=4)[..., None])[..., 0]
-        players = self.one_hot[torch.where(goes < 5, goal, cells)]
-        here = self.one_hot[torch.where(present, cell, cells)]
-        lost = (taken.sigmoid()[..., None] * here).amax(2, keepdim=True)  # [M, B, 1, H*W]
-        prey = planes[:, :, n + 1 :].float()
-        walls = planes[:, :, n : n + 1].float()
-        new = torch.cat([players, walls, prey * (lost <= 0.5)], 2).to(torch.uint8).view(board.shape)
-        raw = None
-        if with_raw:
-            places = self.one_hot[self.target[cell]]  # [M, B, N, 5, H*W]
-            raw_players = ((outcome.softmax(3) * present[..., None])[..., :5, None] * places).sum(3)
-            raw = torch.cat([raw_players, walls, prey * (1 - lost)], 2).view(board.shape)
-        return Prediction(new, raw, self.payoffs[payoff.argmax(2)])
+        target = F.pad(self.target[cell], (0, 1), value=planes.shape[2])  # [n, N, 6] where each outcome leads
+        nowhere = torch.zeros_like(F.pad(planes[:, : self.num_players], (0, 1)), dtype=torch.float32)
+        probs = nowhere.scatter(2, target, outcome.softmax(2) * present[..., None])  # [n, N, H*W + 1]
+        best = target.gather(2, outcome.argmax(2, keepdim=True)).masked_fill(~present[..., None], planes.shape[2])
+        players = nowhere.scatter(2, best, 1.0)
+        lost = nowhere.scatter(2, cell[..., None], (taken.sigmoid() * present)[..., None]).amax(1, keepdim=True)
+        walls, prey = planes[:, self.num_players, None], planes[:, -2:]
+        probs = torch.cat([probs[..., :-1], walls, prey * (1 - lost[..., :-1])], 1)
+        next_planes = torch.cat([players[..., :-1].to(torch.uint8), walls, prey * (lost[..., :-1] <= 0.5)], 1)
+        return next_planes.view(board.shape), self.payoffs[payoff.argmax(1)], probs.view(board.shape)
 
 
 class PixelWorldModel(nn.Module):
-    """The notes' head: an MLP that predicts every cell of every plane and the reward by mean squared error."""
+    """An MLP that predicts every cell of every plane and the reward by mean squared error"""
 
-    def __init__(self, config: StagHuntConfig, generators: list[torch.Generator], hidden: int, channel_weights=None):
+    def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        self.config = config
-        size = math.prod(config.observation_shape)
-        weights = torch.tensor(channel_weights or [1.0] * config.observation_shape[0]).view(-1, 1, 1)
+        planes, hidden = math.prod(config.observation_shape), 2 * args.wm_hidden
+        weights = torch.tensor(args.wm_channel_weights or [1.0] * config.observation_shape[0]).view(-1, 1, 1)
         self.register_buffer("channel_weights", weights, persistent=False)
-        self.layers = nn.ModuleList()
-        for inputs in (size + NUM_ACTIONS * config.num_players, 2 * hidden, 2 * hidden):
-            self.layers.append(StackedLinear(generators, inputs, 2 * hidden, math.sqrt(2)))
-        self.head = StackedLinear(generators, 2 * hidden, size + 1)
+        self.layers = mlp(planes + NUM_ACTIONS * config.num_players, hidden, hidden, hidden, planes + 1)
 
     def forward(self, board, joint):
-        x = torch.cat([board.flatten(2).float(), F.one_hot(joint.long(), NUM_ACTIONS).flatten(2).float()], 2)
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        x = self.head(x)
-        return x[..., :-1].view(board.shape), x[..., -1]
+        acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(1)
+        x = self.layers(torch.cat([board.flatten(1), acts], 1).to(self.layers[0].weight.dtype))
+        return x[:, :-1].view(board.shape), x[:, -1]
 
-    def loss(self, board, joint, next_board, reward, weight):
-        raw, paid = self(board, joint)
-        squared = (raw - next_board.float()).square() * self.channel_weights
-        each = squared.mean((3, 4)).sum(2) + (paid - reward).square()
-        return (each * weight).sum(1) / weight.sum(1).clamp(min=1)
+    def loss(self, board, joint, next_board, reward):
+        planes, paid = self(board, joint)
+        squared = (planes - next_board).square() * self.channel_weights
+        return squared.mean((2, 3)).sum(1) + (paid - reward).square()
 
-    @torch.no_grad()
-    def predict(self, board, joint, with_raw: bool = True) -> Prediction:
-        raw, paid = self(board, joint)
-        return Prediction((raw > 0.5).to(torch.uint8), raw, paid)
+    def predict(self, board, joint):
+        planes, paid = self(board, joint)
+        return (planes > 0.5).to(torch.uint8), paid, planes
 
 
-def make_world_model(args: Args, config: StagHuntConfig, num_models: int, seeds: list[int], device) -> nn.Module:
-    members = num_models // len(seeds)
-    generators = [torch.Generator().manual_seed(1000 * seed + member) for seed in seeds for member in range(members)]
-    if args.wm_head == "structured":
-        return WorldModel(config, generators, args.wm_hidden).to(device)
-    return PixelWorldModel(config, generators, args.wm_hidden, args.wm_channel_weights).to(device)
+def make_world_model(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Stacked:
+    """M = seeds * wm_ensemble models, seed by seed"""
+    members = [1000 * seed + member for seed in seeds for member in range(args.wm_ensemble)]
+    kind = WorldModel if args.wm_head == "structured" else PixelWorldModel
+    return Stacked(lambda: kind(config, args), members, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data: whole games, kept as states
+# Data
 
 
 class Games(NamedTuple):
-    """G games of T steps; what comes after a game's end is its last state again, and `acted` is False there."""
+    """G games of T steps, seen by each player; after a game's end comes its last board again, and `acted` is False."""
 
-    states: State  # [G, T + 1, ...]
-    actions: torch.Tensor  # uint8 [G, T, N]
+    boards: torch.Tensor  # uint8 [G, T + 1, N, C, H, W]
+    joint: torch.Tensor  # uint8 [G, T, N, N] ego order
     reward: torch.Tensor  # [G, T, N]
     acted: torch.Tensor  # bool [G, T, N] on the board before the step, and the game not over
-    kinds: torch.Tensor  # uint8 [G, N] which of PLAYER_PROBS sat there
+    ended: torch.Tensor  # bool [G, T, N] the game is over after the step
 
 
-def play_games(env: StagHuntEnv, players: tuple[str, ...], num_games: int) -> Games:
-    numbers = torch.tensor([list(PLAYER_PROBS).index(name) for name in players], device=env.device)
-    draw = torch.randint(len(players), (num_games, env.config.num_players), generator=env.generator, device=env.device)
-    kinds, states, steps = numbers[draw], [env.initial_state(num_games)], []
+def play_games(env: StagHuntEnv, population: str) -> Games:
+    """One game in each place"""
+    seats = Seats(env, [["mixed"] * env.config.num_players], population=population)
+    state = env.initial_state()
+    boards, steps = [env.observe(state)], []
     for _ in range(env.config.final_time):
-        actions = sample(seat_probs(env, states[-1], kinds), env.generator)
-        state, reward, acted, _ = env.transition(states[-1], actions)
-        states.append(state)
-        steps.append((torch.where(acted, actions, STAY).to(torch.uint8), reward, acted))
-    stacked = [torch.stack(field, 1) for field in zip(*steps, strict=True)]
-    return Games(State(*(torch.stack(field, 1) for field in zip(*states, strict=True))), *stacked, kinds.to(torch.uint8))
+        actions = sample(seats.action_probs(state))
+        state, reward, acted, done = env.transition(state, actions)
+        boards.append(env.observe(state))
+        joint = env.seats_to_ego(torch.where(acted, actions, STAY)).byte()
+        steps.append((joint, reward, acted, done[:, None].expand_as(acted)))
+    return Games(torch.stack(boards, 1), *(torch.stack(field, 1) for field in zip(*steps, strict=True)))
 
 
-def collect(config: StagHuntConfig, players: tuple[str, ...], seed: int, steps: int, held_out: int, device) -> list[Games]:
-    """Games in which players acted at least `steps` times, to train on, and `held_out` others."""
-    env, parts, found = StagHuntEnv(config, 1, device, seed), [], 0
-    while found < steps:
-        parts.append(play_games(env, players, 256))
-        found += int(parts[-1].acted.sum())
-    return [map_games(lambda *xs: torch.cat(xs), *parts), play_games(env, players, held_out)]
+def collect_games(args: Args, config: StagHuntConfig, seed: int, device) -> list[Games]:
+    """To train on: at least --num-transitions transitions. To measure on: --held-out-games others"""
+    torch.manual_seed(seed)
+    env = StagHuntEnv(config, 256, device, seed)
+    train = play_games(env, args.population)
+    while int(train.acted.sum()) < args.num_transitions:
+        train = tree_map(lambda *x: torch.cat(x), train, play_games(env, args.population))
+    others = [play_games(env, args.population) for _ in range(math.ceil(args.held_out_games / env.num_envs))]
+    return [train, tree_map(lambda *x: torch.cat(x)[: args.held_out_games], *others)]
 
 
-def map_games(function, *games: Games) -> Games:
-    states = State(*(function(*fields) for fields in zip(*(g.states for g in games), strict=True)))
-    return Games(states, *(function(*fields) for fields in zip(*(g[1:] for g in games), strict=True)))
+class Dataset(NamedTuple):
+    """n transitions of each seed, [S, n, ...]"""
+
+    board: torch.Tensor  # uint8 [..., C, H, W]
+    joint: torch.Tensor  # uint8 [..., N]
+    next_board: torch.Tensor
+    reward: torch.Tensor
+    last_step: torch.Tensor  # bool: the clock runs out with the step
+    ended: torch.Tensor  # bool: the game ended with the step
 
 
-def save_games(path: str, config: StagHuntConfig, players: tuple[str, ...], games: list[list[Games]]) -> None:
-    def plain(g):
-        fields = {**g.states._asdict(), **g._asdict()}
-        return {name: x.cpu() for name, x in fields.items() if name != "states"}
-
-    content = {"format": "stag-hunt-games-1", "config": dataclasses.asdict(config), "players": players}
-    save_atomically(path, content | {"games": [[plain(g) for g in pair] for pair in games]})
-
-
-def load_games(path: str, config: StagHuntConfig, players: tuple[str, ...], num_seeds: int, device) -> list[list[Games]]:
-    """[seed][train, held out]"""
-    saved = load_file(path, "stag-hunt-games-1", "data file")
-    differs = [f"{k} {v} (asked for: {getattr(config, k)})" for k, v in saved["config"].items() if v != getattr(config, k)]
-    if differs:
-        raise ValueError(f"{path} holds games of another kind: {', '.join(differs)}")
-    if sorted(saved["players"]) != sorted(players):
-        raise ValueError(f"{path} holds games of {', '.join(saved['players'])}; asked for: {', '.join(players)}")
-    if len(saved["games"]) not in (1, num_seeds):
-        raise ValueError(f"{path} holds games for {len(saved['games'])} seeds, {num_seeds} are asked for")
-    games = [[_games_from(g, device) for g in pair] for pair in saved["games"]]
-    return games if len(games) == num_seeds else games * num_seeds
+def make_dataset(games: list[Games], limit: int | None = None) -> Dataset:
+    """Transitions of all players while they were on the board, as many of each seed, at most `limit`"""
+    parts = []
+    for g in games:
+        last_step = torch.zeros_like(g.acted)
+        last_step[:, -1] = True
+        fields = g.boards[:, :-1], g.joint, g.boards[:, 1:], g.reward, last_step, g.ended
+        parts.append(Dataset(*(x[g.acted][:limit] for x in fields)))
+    count = min(len(part.board) for part in parts)
+    return tree_map(lambda *x: torch.stack([part[:count] for part in x]), *parts)
 
 
-def _games_from(saved, device):
-    state = State(*(saved[name].to(device) for name in State._fields))
-    return Games(state, *(saved[name].to(device) for name in Games._fields[1:]))
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
 
 
-def save_atomically(path: str | Path, content: dict) -> None:
-    """Writes under another name first: what stands at `path` is always whole."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+class Prediction(NamedTuple):
+    """M models, n transitions"""
+
+    board: torch.Tensor  # uint8 [M, n, C, H, W] the most likely next board
+    reward: torch.Tensor  # [M, n]
+    planes: torch.Tensor  # float [M, n, C, H, W] the numbers behind the board
+
+
+@torch.no_grad()
+def predict_boards(world: Stacked, board, joint, size: int = 2048) -> Prediction:
+    parts = zip(board.split(size, 1), joint.split(size, 1), strict=True)
+    parts = [Prediction(*world(*rows, method="predict")) for rows in parts]
+    return Prediction(*(torch.cat(field, 1) for field in zip(*parts, strict=True)))
+
+
+def is_possible(config: StagHuntConfig, board, next_board, reward) -> torch.Tensor:
+    """bool [...]: is each player within one step, or gone from a cell with prey, no prey new, no wall moved, the reward
+    one that the game pays? Whether these fit together is not asked; exact_match asks it."""
+    n, height, width = config.num_players, *board.shape[-2:]
+    old, new = board.float(), next_board.float()
+    old_players, new_players = old[..., :n, :, :], new[..., :n, :, :]
+    padded = F.pad(old_players, (1, 1, 1, 1))
+    corners = (1, 1), (0, 1), (2, 1), (1, 0), (1, 2)  # stay, and the four moves
+    reach = sum(padded[..., top : top + height, left : left + width] for top, left in corners)
+    free = 1 - old[..., n : n + 1, :, :]
+    within_reach = (new_players <= reach * free).flatten(-3).all(-1) & (new_players.sum((-2, -1)) <= 1).all(-1)
+    on_prey = (old_players * old[..., n + 1 :, :, :].amax(-3, keepdim=True)).sum((-2, -1)) > 0
+    gone = (old_players.sum((-2, -1)) > 0) & (new_players.sum((-2, -1)) == 0)
+    walls = (new[..., n, :, :] == old[..., n, :, :]).flatten(-2).all(-1)
+    prey = (new[..., n + 1 :, :, :] <= old[..., n + 1 :, :, :]).flatten(-3).all(-1)
+    payoffs = torch.tensor(list(config.payoffs()), device=board.device)
+    paid = (reward[..., None] - payoffs).abs().amin(-1) < 1e-4
+    return within_reach & (on_prey | ~gone).all(-1) & walls & prey & paid
+
+
+def reward_event(config: StagHuntConfig, reward) -> torch.Tensor:
+    """int [...]: which of EVENTS the nearest payoff belongs to"""
+    payoffs = config.payoffs()
+    kinds = torch.tensor([EVENTS.index(kind) for kind in payoffs.values()], device=reward.device)
+    return kinds[(reward[..., None] - torch.tensor(list(payoffs), device=reward.device)).abs().argmin(-1)]
+
+
+def one_step_metrics(config: StagHuntConfig, data: Dataset, predicted: Prediction) -> dict[str, torch.Tensor]:
+    """Each [M]"""
+    per_channel = (predicted.planes - data.next_board).square().mean((1, 3, 4))  # [M, C]
+    mse = per_channel.mean(1)
+    nobody = predicted.board[:, :, : config.num_players].flatten(2).amax(2) == 0
+    ended = nobody | data.last_step
+    possible = is_possible(config, data.board, predicted.board, predicted.reward)
+    metrics = {
+        "exact_match": (predicted.board == data.next_board).flatten(2).all(2).float().mean(1),
+        "obs_mse": mse,
+        "obs_psnr": -10 * mse.clamp(min=1e-20).log10(),
+        "reward_mse": (predicted.reward - data.reward).square().mean(1),
+        "end_accuracy": (ended == data.ended).float().mean(1),
+        "possible_boards": possible.float().mean(1),
+    }
+    for channel, value in enumerate(per_channel.unbind(1)):
+        metrics[f"per_channel_mse/{channel}"] = value
+    true_event, event = reward_event(config, data.reward), reward_event(config, predicted.reward)
+    for number, name in enumerate(EVENTS):
+        hit = ((event == number) & (true_event == number)).sum(1)
+        metrics[f"reward_precision/{name}"] = hit / (event == number).sum(1)
+        metrics[f"reward_recall/{name}"] = hit / (true_event == number).sum(1)
+    return metrics
+
+
+@torch.no_grad()
+def steps_ahead(world: Stacked, games: list[Games], limit: int = 2000) -> dict[str, torch.Tensor]:
+    """exact_match/k [M]: exact boards after k steps of the model on its own boards, given the actions that were played.
+    One list entry per seed; only rollouts in which the observer is on the board until the last step."""
+    members = len(world) // len(games)
+    metrics = {}
+    for k in STEPS_AHEAD:
+        starts = [g.acted[:, k - 1 :].nonzero() for g in games]  # (game, t, observer), on the board still at t + k - 1
+        count = min(limit, *(len(start) for start in starts))
+        if count == 0:
+            continue
+        boards, joints = [], []  # [S][count, k + 1, ...] and [S][count, k, N]
+        for g, start in zip(games, starts, strict=True):
+            rows = torch.linspace(0, len(start) - 1, count, device=start.device).long()
+            game, t, observer = start[rows].T[..., None]
+            step = torch.arange(k + 1, device=start.device)
+            boards.append(g.boards[game, t + step, observer])
+            joints.append(g.joint[game, t + step[:-1], observer])
+        truth, joint = (torch.stack(x).repeat_interleave(members, 0).transpose(1, 2) for x in (boards, joints))
+        board = truth[:, 0]
+        for step in range(k):
+            board = world(board, joint[:, step], method="predict")[0]
+        metrics[f"exact_match/{k}"] = (board == truth[:, k]).flatten(2).all(2).float().mean(1)
+    return metrics
+
+
+def measure(world: Stacked, config: StagHuntConfig, held_out: Dataset, games: list[Games] | None = None) -> list[dict]:
+    """-> one dict of floats per seed: the mean over the ensemble's members, and how often these disagree; with `games`,
+    also k steps ahead"""
+    num_seeds = len(held_out.board)
+    members = len(world) // num_seeds
+    data = Dataset(*(x.repeat_interleave(members, 0) for x in held_out))
+    predicted = predict_boards(world, data.board, data.joint)
+    metrics = one_step_metrics(config, data, predicted)
+    if games is not None:
+        metrics |= steps_ahead(world, games)
+    metrics = {name: x.unflatten(0, (-1, members)).nanmean(1) for name, x in metrics.items()}
+    if members > 1:
+        boards = predicted.board.unflatten(0, (-1, members))
+        agree = (boards == boards[:, :1]).flatten(3).all(3).all(1)  # [S, n]
+        right = (boards[:, 0] == held_out.next_board).flatten(2).all(2)
+        metrics["disagreement"] = 1 - agree.float().mean(1)
+        metrics["exact_match_when_agreed"] = (right & agree).sum(1) / agree.sum(1)
+    return [{name: float(x[s]) for name, x in metrics.items()} for s in range(num_seeds)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and pictures
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """mean and half width of its 95 % interval (Student's t over seeds)"""
+    values = [v for v in values if not math.isnan(v)]
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def write_table(path: Path, rows: list[dict[str, float]], seeds: list[int]) -> str:
+    """A CSV with one line per metric, and the same as text"""
+    lines = []
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)])
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            mean, half = interval(values)
+            writer.writerow([name, mean, half, *values])
+            lines.append(f"{name:<28}{mean:>14.6g}" + (f" ± {half:.2g}" if not math.isnan(half) else ""))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def never_fatal(what: str):
+    """Whatever goes wrong inside is reported in one line: pictures and TensorBoard never cost a run"""
+    try:
+        yield
+    except Exception as error:
+        tqdm.write(f"could not {what}: {type(error).__name__}: {error}; the run goes on")
+
+
+def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float], details: bool) -> None:
+    """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
+    row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    with open(path, "a") as file:
+        file.write(json.dumps({"steps": step, **finite}) + "\n")
+    with never_fatal("write to TensorBoard"):
+        for name, value in row.items():
+            writer.add_scalar(name, value, step)
+
+
+def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cases: list[int]):
+    """A figure; each case is a row: the board, the true next one, the predicted one with the numbers behind it"""
+    from matplotlib.figure import Figure
+
+    height = 0.7 + 3.6 * config.height / config.width
+    figure = Figure((12, len(cases) * height), layout="tight")
+    axes = figure.subplots(len(cases), 3, squeeze=False)
+    for row, case in zip(axes, cases, strict=True):
+        board, truth = data.board[case].cpu(), data.next_board[case].cpu()
+        planes = predicted.planes[case].cpu()
+        acts = [f"{k} {ACTION_NAMES[int(a)]}" for k, a in enumerate(data.joint[case]) if board[k].any()]
+        titles = (
+            "\n".join(", ".join(acts[k : k + 4]) for k in range(0, len(acts), 4)),
+            f"true next, reward {float(data.reward[case]):.3g}",
+            f"predicted, reward {float(predicted.reward[case]):.3g}, error {float((planes - truth).abs().max()):.2g}",
+        )
+        pictures = (
+            render_planes(config, board),
+            render_planes(config, truth),
+            render_planes(config, predicted.board[case].cpu(), planes),
+        )
+        for axis, title, picture in zip(row, titles, pictures, strict=True):
+            axis.imshow(picture)
+            axis.set_title(title, fontsize=9)
+            axis.axis("off")
+    return figure
+
+
+def draw_calibration(config: StagHuntConfig, data: Dataset, predicted: Prediction):
+    """A figure: the predicted values of the cells, by what is truly there"""
+    from matplotlib.figure import Figure
+
+    names = [*(f"player {k}" for k in range(config.num_players)), "walls", "stags", "hares"]
+    figure = Figure((13, 5.5), layout="tight")
+    axes = figure.subplots(2, math.ceil(len(names) / 2), squeeze=False)
+    for channel, (axis, name) in enumerate(zip(axes.flat, names, strict=False)):
+        values, truth = (x[:2000, channel].flatten().cpu().numpy() for x in (predicted.planes, data.next_board))
+        edges = np.linspace(min(-0.05, values.min()), max(1.05, values.max()), 41)
+        colours, parts = ["#9aa5b1", "#d64541"], [values[truth == 0], values[truth == 1]]
+        axis.hist(parts, edges, label=["truly 0", "truly 1"], color=colours, log=True)
+        axis.set_title(name, fontsize=9)
+    axes.flat[0].legend(fontsize=7)
+    for axis in axes.flat[len(names) :]:
+        axis.axis("off")
+    figure.suptitle("predicted value of a cell: counts")
+    return figure
+
+
+def draw_pictures(config, world, held_out: Dataset, rows: list[dict], folders: list[Path], writers, step) -> None:
+    """The first ensemble member of each seed, on 4000 transitions: its worst cases, some others, a summary"""
+    from matplotlib.figure import Figure
+
+    members = len(world) // len(folders)
+    data = Dataset(*(x[:, :4000] for x in held_out))
+    predicted = predict_boards(world, *(x.repeat_interleave(members, 0) for x in (data.board, data.joint)))
+    for s, folder in enumerate(folders):
+        own, guess = Dataset(*(x[s] for x in data)), Prediction(*(x[s * members] for x in predicted))
+        error = (guess.planes - own.next_board).square().flatten(1).sum(1) + (guess.reward - own.reward).abs()
+        figures = {
+            "cases_worst": draw_cases(config, own, guess, error.argsort(descending=True)[:4].tolist()),
+            "cases_random": draw_cases(config, own, guess, [k * len(error) // 4 for k in range(4)]),
+            "calibration_histogram": draw_calibration(config, own, guess),
+        }
+        figures["steps_ahead"] = Figure((5, 3.2), layout="tight")
+        axis = figures["steps_ahead"].subplots()
+        ahead = [k for k in STEPS_AHEAD if f"exact_match/{k}" in rows[s]]
+        axis.plot(ahead, [rows[s][f"exact_match/{k}"] for k in ahead], marker="o")
+        axis.set(xlabel="steps on the model's own boards", ylabel="boards exactly right", ylim=(0, 1.02))
+        for name, figure in figures.items():
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=70)
+            if writers:
+                writers[s].add_image(name, np.array(Image.open(path).convert("RGB")), step, dataformats="HWC")
+
+
+def report(args: Args, config, world, games: list[Games], held_out, folders: list[Path], writers, step) -> list[dict]:
+    """The full measurement: printed, written as CSV, drawn. -> final metrics per seed"""
+    rows = measure(world, config, held_out, games)
+    seeds = list(range(args.seed, args.seed + args.num_seeds))
+    print(f"{args.wm_head} head, {config.setting}, {len(rows)} seed(s), held-out games; CSV and pictures: {folders[0]}")
+    print(write_table(folders[0] / "evaluation.csv", rows, seeds))
+    with never_fatal("draw"):
+        draw_pictures(config, world, held_out, rows, folders, writers, step)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and files
+
+
+def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.Tensor:
+    """One step down the sum of losses [M]; gradients are averaged over ranks. -> the norm of each learner's gradient
+    [M], each clipped to max_norm"""
+    optimizer.zero_grad()
+    loss.sum().backward()
+    grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+    if dist.is_initialized():
+        flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+    norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
+    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.view(-1, *[1] * (grad.dim() - 1)))
+    optimizer.step()
+    return norms
+
+
+def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last: int) -> torch.Tensor:
+    """Updates `first` to `last` on data [S, n, ...] -> their mean loss [M]"""
+    torch.manual_seed(1_000_003 * args.seed + first)  # so a resumed run goes on with the same numbers
+    (num_seeds, size), num_models, device = data.board.shape[:2], len(world), data.board.device
+    seed = torch.arange(num_seeds, device=device).repeat_interleave(num_models // num_seeds)[:, None]
+    total = torch.zeros(num_models, device=device)
+    for update in range(first, last):
+        optimizer.param_groups[0]["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * update / args.num_updates))
+        index = torch.randint(size, (num_models, args.batch_size), device=device)
+        loss = world(*(x[seed, index] for x in data[:4]), method="loss").mean(1)
+        optimizer_step(optimizer, loss, 1.0)
+        total += loss.detach()
+    return total / (last - first)
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Writes under another name first: what stands at `path` is always whole"""
     torch.save(content, f"{path}.part")
     os.replace(f"{path}.part", path)
 
 
-def load_file(path: str | Path, expected: str, what: str) -> dict:
+def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "checkpoint") -> dict:
     if not Path(path).is_file():
         raise ValueError(f"there is no {what} {path}")
     try:
@@ -385,513 +752,103 @@ def load_file(path: str | Path, expected: str, what: str) -> dict:
     return saved
 
 
-class Transitions(NamedTuple):
-    board: torch.Tensor  # uint8 [..., C, H, W]
-    joint: torch.Tensor  # uint8 [..., N] ego order
-    next_board: torch.Tensor
-    reward: torch.Tensor  # [...]
-    clock: torch.Tensor  # int32 [...] before the step
-    ended: torch.Tensor  # bool [...] the game ended with the step
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Drops what was logged after the checkpoint"""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    path.write_text("".join(line for line in lines if json.loads(line)["steps"] <= last_step))
 
 
-def views(env: StagHuntEnv, games: Games) -> tuple[torch.Tensor, torch.Tensor]:
-    """boards uint8 [G, T + 1, N, C, H, W] and joint actions uint8 [G, T, N, N], seen by each player"""
-    num_games, steps = games.actions.shape[:2]
-    boards = env.observe(State(*(x.flatten(0, 1) for x in games.states))).unflatten(0, (num_games, steps + 1))
-    return boards, env.seats_to_ego(games.actions.flatten(0, 1)).unflatten(0, (num_games, steps))
-
-
-def transitions(env: StagHuntEnv, games: Games, limit: int | None = None) -> Transitions:
-    """Those of all players that were on the board, game after game; the first `limit`."""
-    boards, joint = views(env, games)
-    over = env.game_over(State(*(x.flatten(0, 1) for x in games.states))).view(boards.shape[:2])
-    each = [x[..., None].expand_as(games.acted) for x in (games.states.time[:, :-1], over[:, 1:])]
-    fields = boards[:, :-1], joint, boards[:, 1:], games.reward, *each
-    return Transitions(*(x[games.acted][:limit] for x in fields))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-
-
-def predict(model: nn.Module, board, joint, size: int = 2048) -> Prediction:
-    parts = [model.predict(b, j) for b, j in zip(board.split(size, 1), joint.split(size, 1), strict=True)]
-    return Prediction(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
-
-
-def possible(config: StagHuntConfig, board, new, reward) -> torch.Tensor:
-    """bool [...]: is each player within one step, or gone from a cell with prey, no prey new, no wall moved, the reward one
-    that the game pays? Whether these fit together is not asked; exact_match asks it."""
-    n = config.num_players
-    height, width = board.shape[-2:]
-    old, new = board.float(), new.float()
-    padded = F.pad(old[..., :n, :, :], (1, 1, 1, 1))
-    corners = (1, 1), (0, 1), (2, 1), (1, 0), (1, 2)  # stay, and the four moves
-    reach = sum(padded[..., top : top + height, left : left + width] for top, left in corners)
-    free = 1 - old[..., n : n + 1, :, :]
-    players = (new[..., :n, :, :] <= reach * free).flatten(-3).all(-1) & (new[..., :n, :, :].sum((-2, -1)) <= 1).all(-1)
-    prey_here = (old[..., :n, :, :] * old[..., n + 1 :, :, :].amax(-3, keepdim=True)).sum((-2, -1)) > 0
-    gone = (old[..., :n, :, :].sum((-2, -1)) > 0) & (new[..., :n, :, :].sum((-2, -1)) == 0)
-    players &= (prey_here | ~gone).all(-1)
-    walls = (new[..., n, :, :] == old[..., n, :, :]).flatten(-2).all(-1)
-    prey = (new[..., n + 1 :, :, :] <= old[..., n + 1 :, :, :]).flatten(-3).all(-1)
-    payoffs = torch.tensor(list(config.payoffs()), device=board.device)
-    return players & walls & prey & ((reward[..., None] - payoffs).abs().amin(-1) < 1e-4)
-
-
-def events_of(config: StagHuntConfig, reward) -> torch.Tensor:
-    """int [...]: which of EVENTS the nearest payoff belongs to"""
-    payoffs = config.payoffs()
-    kinds = torch.tensor([EVENTS.index(kind) for kind in payoffs.values()], device=reward.device)
-    return kinds[(reward[..., None] - torch.tensor(list(payoffs), device=reward.device)).abs().argmin(-1)]
-
-
-def one_step_metrics(config: StagHuntConfig, data: Transitions, p: Prediction) -> list[dict[str, float]]:
-    """One dict per model."""
-    squared = (p.raw - data.next_board.float()).square()
-    channel = squared.mean((1, 3, 4))  # [M, C]
-    mse = channel.mean(1)
-    exact = (p.board == data.next_board).flatten(2).all(2)
-    nobody = p.board[:, :, : config.num_players].flatten(2).amax(2) == 0
-    ended = nobody | (data.clock + 1 >= config.final_time)
-    true_event, event = events_of(config, data.reward), events_of(config, p.reward)
-    columns = {
-        "exact_match": exact.float().mean(1),
-        "obs_mse": mse,
-        "obs_psnr": -10 * mse.clamp(min=1e-20).log10(),
-        "reward_mse": (p.reward - data.reward).square().mean(1),
-        "end_accuracy": (ended == data.ended).float().mean(1),
-        "possible_boards": possible(config, data.board, p.board, p.reward).float().mean(1),
-    }
-    for c in range(channel.shape[1]):
-        columns[f"per_channel_mse/{c}"] = channel[:, c]
-    for number, name in enumerate(EVENTS):
-        hit = ((event == number) & (true_event == number)).sum(1)
-        columns[f"reward_precision/{name}"] = hit / (event == number).sum(1)
-        columns[f"reward_recall/{name}"] = hit / (true_event == number).sum(1)
-    return [{key: float(values[m]) for key, values in columns.items()} for m in range(len(mse))]
-
-
-def steps_ahead(env: StagHuntEnv, model: nn.Module, games: list[Games], limit: int = 2000) -> dict[int, torch.Tensor]:
-    """k -> share [M] of exact boards after k steps of the model on its own boards, given the actions that were played.
-    One list entry per seed; only rollouts in which the observer is on the board until the last step."""
-    boards, joints = zip(*(views(env, g) for g in games), strict=True)
-    members = model_count(model) // len(games)
-    shares = {}
-    for k in STEPS_AHEAD:
-        starts = []
-        for g in games:
-            found = g.acted[:, k - 1 :].nonzero()  # [_, (game, t, observer)], on the board still at t + k - 1
-            number = torch.arange(min(limit, len(found)), device=found.device)
-            place = number * (len(found) - 1) // max(1, len(number) - 1)  # in integers: the same on every machine
-            starts.append(found[place])
-        count = min(len(s) for s in starts)
-        if count == 0:
-            continue
-        at = [s[:count].unbind(1) for s in starts]
-        board = torch.stack([b[g, t, i] for b, (g, t, i) in zip(boards, at, strict=True)]).repeat_interleave(members, 0)
-        for step in range(k):
-            joint = torch.stack([j[g, t + step, i] for j, (g, t, i) in zip(joints, at, strict=True)])
-            board = predict(model, board, joint.repeat_interleave(members, 0)).board
-        truth = torch.stack([b[g, t + k, i] for b, (g, t, i) in zip(boards, at, strict=True)]).repeat_interleave(members, 0)
-        shares[k] = (board == truth).flatten(2).all(2).float().mean(1)
-    return shares
-
-
-def model_count(model: nn.Module) -> int:
-    return next(model.parameters()).shape[0]
-
-
-def measure(model, env: StagHuntEnv, games: list[Games], held_out: Transitions, ahead: bool) -> list[dict[str, float]]:
-    """One dict per seed: the mean over the ensemble's members, and how often these disagree."""
-    members = model_count(model) // len(games)
-    data = Transitions(*(x.repeat_interleave(members, 0) for x in held_out))
-    p = predict(model, data.board, data.joint)
-    rows = one_step_metrics(env.config, data, p)
-    for k, share in (steps_ahead(env, model, games) if ahead else {}).items():
-        for row, value in zip(rows, share.tolist(), strict=True):
-            row[f"exact_match/{k}"] = value
-    seeds = [rows[s * members : (s + 1) * members] for s in range(len(games))]
-    result = [{key: interval([row[key] for row in group])[0] for key in group[0]} for group in seeds]
-    if members > 1:
-        boards = p.board.unflatten(0, (len(games), members))
-        differ = (boards != boards[:, :1]).flatten(3).any(3).any(1)  # [S, B]
-        right = (boards[:, 0] == held_out.next_board).flatten(2).all(2)
-        for s, row in enumerate(result):
-            row["disagreement"] = float(differ[s].float().mean())
-            row["exact_match_when_agreed"] = float(right[s][~differ[s]].float().mean())
-    return result
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables and pictures
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """mean and half width of its 95 % interval (Student's t over seeds)"""
-    values = [v for v in values if not math.isnan(v)]
-    if len(values) < 2:
-        return (values[0] if values else math.nan), math.nan
-    from scipy import stats  # takes half a second to load
-
-    t = float(stats.t.ppf(0.975, len(values) - 1))
-    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
-def write_table(path: Path, rows: list[dict[str, float]], seeds: list[int]) -> str:
-    """A CSV with one line per metric, and the same as text."""
-    lines = []
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)])
-        for key in rows[0]:
-            values = [row[key] for row in rows]
-            mean, half = interval(values)
-            writer.writerow([key, mean, half, *values])
-            lines.append(f"{key:<28}{mean:>14.6g}" + (f" ± {half:.2g}" if not math.isnan(half) else ""))
-    return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def surviving(what: str):
-    """A picture must never cost a run: whatever fails in here is told in one line."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        print(f"could not {what}: {type(error).__name__}: {reason}; the run goes on", flush=True)
-
-
-def draw_cases(path: Path, config: StagHuntConfig, data: Transitions, p: Prediction, cases: list[int]) -> None:
-    """Each case is a row: the board, the true next one, the predicted one with its raw values, the error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    n = config.num_players
-    names = [*(f"{k}" for k in range(n)), "W", "S", "h"]
-    colours = ["#d64541", "#3478c8", "#b8860b", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64"][:n]
-    colours += ["#444444", "#6e4623", "#888888"]
-    figure, axes = plt.subplots(
-        len(cases), 4, figsize=(13, len(cases) * (0.4 + 3.1 * config.height / config.width)), squeeze=False
-    )
-    for axis_row, case in zip(axes, cases, strict=True):
-        board, truth, raw = data.board[0, case].cpu(), data.next_board[0, case].cpu(), p.raw[0, case].cpu()
-        actions = ", ".join(f"{k} {ACTION_NAMES[int(a)]}" for k, a in enumerate(data.joint[0, case]))
-        titles = f"board; {actions}", f"true next; reward {float(data.reward[0, case]):.3g}"
-        titles = *titles, f"predicted (raw); reward {float(p.reward[0, case]):.3g}", "largest error in the cell"
-        error = (raw - truth.float()).abs().amax(0)
-        for axis, title, planes in zip(axis_row, titles, (board, truth, raw, None), strict=True):
-            shade = (error if planes is None else 0.4 * board[n].float()).numpy()  # walls are grey
-            axis.imshow(shade, cmap="Reds" if planes is None else "Greys", vmin=0, vmax=1)
-            axis.set_title(title, fontsize=8)
-            axis.set(xticks=[], yticks=[])
-            for x in range(1, config.width):
-                axis.axvline(x - 0.5, color="#bbbbbb", linewidth=1)
-            for y in range(1, config.height):
-                axis.axhline(y - 0.5, color="#bbbbbb", linewidth=1)
-            for y in range(config.height):
-                for x in range(config.width):
-                    if planes is None:
-                        axis.text(
-                            x,
-                            y,
-                            f"{float(error[y, x]):.1g}" if error[y, x] > 1e-4 else "0",
-                            ha="center",
-                            va="center",
-                            fontsize=7,
-                        )
-                        continue
-                    shown = [
-                        (c, float(planes[c, y, x]))
-                        for c in range(len(names))
-                        if c != n and abs(float(planes[c, y, x])) > 0.005
-                    ]
-                    for line, (c, value) in enumerate(shown[:6]):
-                        text = names[c] if planes.dtype == torch.uint8 else f"{names[c]} {value:.2f}"
-                        place = y + 0.16 * (line - (min(len(shown), 6) - 1) / 2)
-                        axis.text(x, place, text, ha="center", va="center", fontsize=7, color=colours[c], fontweight="bold")
-    figure.tight_layout()
-    figure.savefig(path, dpi=60)
-    plt.close(figure)
-
-
-def draw_summary(folder: Path, config: StagHuntConfig, data: Transitions, p: Prediction, row: dict[str, float]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [*(f"player {k}" for k in range(config.num_players)), "walls", "stags", "hares"]
-    for kind in ("histogram", "scatter"):
-        figure, axes = plt.subplots(2, math.ceil(len(names) / 2), figsize=(13, 5.5), squeeze=False)
-        for c, axis in enumerate(axes.flat):
-            if c >= len(names):
-                axis.axis("off")
-                continue
-            raw, truth = (x[0, :2000, c].flatten().cpu().numpy() for x in (p.raw, data.next_board))
-            if kind == "histogram":
-                edges = np.linspace(min(-0.05, raw.min()), max(1.05, raw.max()), 41)
-                colours, parts = ["#9aa5b1", "#d64541"], [raw[truth == 0], raw[truth == 1]]
-                axis.hist(parts, edges, label=["truly 0", "truly 1"], color=colours)
-                axis.set_yscale("log")
-            else:
-                jitter = np.random.default_rng(0).uniform(-0.2, 0.2, len(truth))
-                axis.scatter(truth + jitter, raw, s=2, alpha=0.2, rasterized=True)
-                axis.set_xticks([0, 1])
-            axis.set_title(names[c], fontsize=9)
-        if kind == "histogram":
-            axes.flat[0].legend(fontsize=7)
-        figure.suptitle("predicted value of a cell: " + ("counts" if kind == "histogram" else "true (x), predicted (y)"))
-        figure.tight_layout()
-        figure.savefig(folder / f"calibration_{kind}.png", dpi=70)
-        plt.close(figure)
-    figure, axis = plt.subplots(figsize=(5, 3.2))
-    ahead = [k for k in STEPS_AHEAD if f"exact_match/{k}" in row]
-    axis.plot(ahead, [row[f"exact_match/{k}"] for k in ahead], marker="o")
-    axis.set(xlabel="steps on the model's own boards", ylabel="boards exactly right", ylim=(0, 1.02))
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(folder / "steps_ahead.png", dpi=80)
-    plt.close(figure)
-
-
-def report(args: Args, env, model, games, held_out, seeds, folders: list[Path]) -> list[dict[str, float]]:
-    """The full measurement: printed, written as CSV, drawn."""
-    rows = measure(model, env, games, held_out, ahead=True)
-    text = write_table(folders[0] / "evaluation.csv", rows, seeds)
-    print(f"{args.wm_head} head, {env.config.setting}, {len(seeds)} seed(s), held-out games; pictures and CSV in {folders[0]}")
-    print(text)
-    members = model_count(model) // len(games)
-    for s, folder in enumerate(folders):
-        data = Transitions(*(x[s : s + 1, :4000] for x in held_out))
-        board, joint = (x.expand(model_count(model), *x.shape[1:]) for x in (data.board, data.joint))
-        p = Prediction(*(x[s * members : s * members + 1] for x in predict(model, board, joint)))
-        worst = (p.raw - data.next_board.float()).square().flatten(2).sum(2)[0] + (p.reward - data.reward)[0].abs()
-        with surviving("draw"):
-            draw_cases(folder / "cases_worst.png", env.config, data, p, worst.argsort(descending=True)[:4].tolist())
-            draw_cases(folder / "cases_random.png", env.config, data, p, [k * len(worst) // 4 for k in range(4)])
-            draw_summary(folder, env.config, data, p, rows[s])
-    return rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-
-
-def clip_per_model(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clips the gradient of each of the M stacked models by its own norm; returns the norms [M]."""
-    norms = torch.cat([p.grad.flatten(1) for p in parameters], 1).norm(dim=1)
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        p.grad.mul_(factor.view(-1, *[1] * (p.dim() - 1)))
-    return norms
-
-
-def train(args: Args, model, optimiser, data: Transitions, generators, first: int, last: int) -> torch.Tensor:
-    """Updates `first` to `last`, minibatches drawn by each seed's own generator; returns their mean loss [M]."""
-    num_models, (num_seeds, size), device = model_count(model), data.board.shape[:2], data.board.device
-    seed_of = torch.arange(num_seeds, device=device).repeat_interleave(num_models // num_seeds)[:, None]
-    total, shape = torch.zeros(num_models, device=device), (num_models // num_seeds, args.batch_size)
-    weight = torch.ones(num_models, args.batch_size, device=device)
-    for update in range(first, last):
-        for group in optimiser.param_groups:
-            group["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * update / args.num_updates))
-        index = torch.cat([torch.randint(size, shape, generator=generator, device=device) for generator in generators])
-        loss = model.loss(*(x[seed_of, index] for x in data[:4]), weight)
-        optimiser.zero_grad(set_to_none=True)
-        loss.sum().backward()
-        clip_per_model(list(model.parameters()), args.max_grad_norm)
-        optimiser.step()
-        total += loss.detach()
-    return total / (last - first)
-
-
-def checked(args: Args) -> StagHuntConfig:
-    """Refuses wrong flags before anything is written."""
-    config = args.config.checked()
-    resolve_device(args.device)
-    check_players(args.players)
-    if not args.players:
-        raise ValueError("--players needs at least one name")
-    for name in (
-        "num_seeds",
-        "num_transitions",
-        "held_out_games",
-        "wm_hidden",
-        "wm_ensemble",
-        "num_updates",
-        "log_every",
-        "batch_size",
-    ):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {getattr(args, name)}")
-    for name in ("learning_rate", "max_grad_norm"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, not {getattr(args, name)}")
-    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
-        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
-    if config.prosocial and args.wm_head == "structured":
-        raise ValueError(
-            "--prosocial rewards depend on the whole board, which the structured head does not see: --wm-head pixel"
-        )
-    planes = config.observation_shape[0]
-    if args.wm_channel_weights is not None and args.wm_head != "pixel":
-        raise ValueError("--wm-channel-weights belongs to --wm-head pixel")
-    if args.wm_channel_weights is not None and len(args.wm_channel_weights) != planes:
-        raise ValueError(f"--wm-channel-weights needs {planes} numbers, one per plane, not {len(args.wm_channel_weights)}")
-    if args.evaluate_board is not None and args.evaluate is None:
-        raise ValueError("--evaluate-board belongs to --evaluate")
-    if args.evaluate is not None and args.resume is not None:
-        raise ValueError("--evaluate and --resume exclude each other")
-    return config
-
-
-def args_from(saved: dict, **changes) -> Args:
-    return Args(**{**saved, **changes, "config": StagHuntFlags(**saved["config"])})
+def open_run(args: Args, label: str, checkpoint: dict | None) -> tuple[list[Path], list[SummaryWriter]]:
+    """One folder per seed: new ones with args.json, or those of the resumed run without what was logged afterwards"""
+    if checkpoint:
+        folders = [Path(args.resume).resolve().parent.parent / name for name in checkpoint["folders"]]
+        for folder in folders:
+            truncate_metrics(folder / "metrics.jsonl", checkpoint["step"])
+        return folders, [SummaryWriter(folder, purge_step=checkpoint["step"] + 1) for folder in folders]
+    stamp = int(time.time())
+    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+        stamp += 1
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+    writers = [SummaryWriter(folder) for folder in folders]
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+    for folder, writer in zip(folders, writers, strict=True):
+        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}")
+    return folders, writers
 
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
-    config = checked(args)
-    checkpoint = None
+    started, update, checkpoint = time.time(), 0, None
     if args.resume or args.evaluate:
-        path = args.resume or args.evaluate
-        checkpoint = load_file(path, "world-model-3", "world-model checkpoint")
-        kept = {name: getattr(args, name) for name in ("resume", "evaluate", "evaluate_board", "device")}
-        args = args_from(checkpoint["args"], **kept)
-        config = args.config.checked()
-        if args.evaluate_board:
-            if args.wm_head == "pixel":
-                raise ValueError(f"{path} has the pixel head, which knows one board size: {config.height}x{config.width}")
-            height, width = parse_board(args.evaluate_board)
-            config = dataclasses.replace(config, height=height, width=width)
-    device = resolve_device(args.device)
+        checkpoint = load_checkpoint(args.resume or args.evaluate, FORMAT, "world-model checkpoint")
+        kept = {name: getattr(args, name) for name in ("device", "resume", "evaluate", "evaluate_board")}
+        saved = checkpoint["args"] | kept
+        args = Args(**saved | {"config": StagHuntConfig(**saved["config"])})
+    config, device = validate(args), resolve_device(args.device)
     if args.resume and checkpoint["device"] != device.type:
-        raise ValueError(
-            f"{args.resume} is a run on {checkpoint['device']}: it cannot be continued bit for bit on {device.type}"
-        )
-    started = time.time()
+        raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
     seeds = list(range(args.seed, args.seed + args.num_seeds))
-    env = StagHuntEnv(config, 1, device, args.seed)
-    if args.data and not args.evaluate:
-        games = load_games(args.data, config, args.players, args.num_seeds, device)
-    else:
-        games = [collect(config, args.players, s, args.num_transitions, args.held_out_games, device) for s in seeds]
-    if args.save_data and not args.evaluate:
-        save_games(args.save_data, config, args.players, games)
-    smallest = min(int(pair[0].acted.sum()) for pair in games)
-    if smallest < args.num_transitions:
-        raise ValueError(f"{args.data} holds {smallest} transitions to train on, {args.num_transitions} are asked for")
-    held_out = [transitions(env, pair[1]) for pair in games]
-    count = min(len(t.board) for t in held_out)
-    held_out = Transitions(*(torch.stack([t[:count] for t in field]) for field in zip(*held_out, strict=True)))
-    model = make_world_model(args, config, args.num_seeds * args.wm_ensemble, seeds, device)
-    if args.evaluate:
-        model.load_state_dict(checkpoint["model"])
-        folders = [Path(args.evaluate).parent / f"evaluation_{config.setting}" / f"seed_{s}" for s in seeds]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        rows = report(args, env, model, [pair[1] for pair in games], held_out, seeds, folders)
-        return {key: interval([row[key] for row in rows])[0] for key in rows[0]}
-
-    data = [transitions(env, pair[0], args.num_transitions) for pair in games]
-    data = Transitions(*(torch.stack(field) for field in zip(*data, strict=True)))
-    watched = Transitions(*(x[:, :10_000] for x in held_out))
-    optimiser = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    done, spent = 0, 0.0
+    games, held_out_games = zip(*(collect_games(args, config, seed, device) for seed in seeds), strict=True)
+    held_out = make_dataset(held_out_games)
+    world = make_world_model(args, config, seeds, device)
     if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimiser.load_state_dict(checkpoint["optimiser"])
-        for generator, state in zip(generators, checkpoint["generators"], strict=True):
-            generator.set_state(state)
-        done, folders, spent = checkpoint["updates"], [Path(f) for f in checkpoint["folders"]], checkpoint["seconds"]
-        for folder in folders:
-            keep_lines(folder / "metrics.jsonl", "update", done)
-    else:
-        stamp = int(time.time())
-        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-            stamp += 1
-        folders = [Path(args.run_dir) / f"{args.exp_name}__{config.setting}_{args.wm_head}__{s}__{stamp}" for s in seeds]
+        world.load_state_dict(checkpoint["networks"]["world"])
+    if args.evaluate:
+        folders = [Path(args.evaluate).parent / f"evaluation_{config.setting}" / f"seed_{seed}" for seed in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-    writers = [SummaryWriter(folder, purge_step=done + 1) for folder in folders]
+        rows = report(args, config, world, held_out_games, held_out, folders, [], 0)
+        return {name: interval([row[name] for row in rows])[0] for name in rows[0]}
+
+    data = make_dataset(games, args.num_transitions)
+    watched = Dataset(*(x[:, :10_000] for x in held_out))
+    optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        update, started = checkpoint["step"], started - checkpoint["seconds"]
+    folders, writers = open_run(args, f"{config.setting}_{args.wm_head}", checkpoint)
     print(
-        f"{config.setting}, {args.wm_head} head, {args.num_transitions} transitions, {model_count(model)} model(s) on {device}"
+        f"{config.setting}, {args.wm_head} head, {len(world)} model(s), on {device}; run folder {folders[0]}",
+        flush=True,
     )
-    print(f"data ready after {time.time() - started:.1f} s; run folder {folders[0]}", flush=True)
 
     def save(name="checkpoint.pt"):
-        saved_args = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("resume", "evaluate", "evaluate_board")}
-        content = {
-            "format": "world-model-3",
-            "args": saved_args,
-            "model": model.state_dict(),
-            "optimiser": optimiser.state_dict(),
-        }
-        content |= {
-            "generators": [generator.get_state() for generator in generators],
-            "updates": done,
-            "device": device.type,
-            "seconds": spent + time.time() - started,
-        }
-        save_atomically(folders[0] / name, content | {"folders": [str(f) for f in folders]})
+        content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": update}
+        content |= {"networks": {"world": world.state_dict()}, "optimizer": optimizer.state_dict()}
+        content |= {"seconds": time.time() - started, "folders": [folder.name for folder in folders]}
+        save_checkpoint(folders[0] / name, content)
 
-    bar = tqdm(initial=done, total=args.num_updates, unit="update", mininterval=1)
-    while done < args.num_updates:
-        last = min(done + args.log_every, args.num_updates)
-        loss = train(args, model, optimiser, data, generators, done, last).tolist()
-        bar.update(last - done)
-        done = last
-        if not all(math.isfinite(x) for x in loss):
+    bar = tqdm(initial=update, total=args.num_updates, unit="update", mininterval=1)
+    while update < args.num_updates:
+        last = min(update + args.log_every, args.num_updates)
+        loss = train(args, world, optimizer, data, update, last).view(args.num_seeds, -1).mean(1)
+        bar.update(last - update)
+        update = last
+        if not loss.isfinite().all():
             save("checkpoint_bad.pt")
-            raise FloatingPointError(f"losses/world_model is {loss} at update {done}; see {folders[0]}/checkpoint_bad.pt")
-        rows = measure(model, env, [pair[1] for pair in games], watched, ahead=False)
-        for s, (row, folder, writer) in enumerate(zip(rows, folders, writers, strict=True)):
-            row = {"loss": float(np.mean(loss[s * args.wm_ensemble : (s + 1) * args.wm_ensemble])), **row}
-            with surviving("write to TensorBoard"):
-                for key, value in row.items():
-                    writer.add_scalar("losses/world_model" if key == "loss" else f"wm/{key}", value, done)
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"update": done, **finite(row)}) + "\n")
-        bar.set_postfix_str(f"loss {np.mean(loss):.4g}, exact match {np.mean([row['exact_match'] for row in rows]):.4%}")
+            raise FloatingPointError(f"losses/world_model is {loss.tolist()}; see {folders[0]}/checkpoint_bad.pt")
+        rows = measure(world, config, watched)
+        for row, folder, writer, value in zip(rows, folders, writers, loss.tolist(), strict=True):
+            metrics = {"losses/world_model": value} | {f"wm/{name}": x for name, x in row.items()}
+            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            write_row(writer, folder / "metrics.jsonl", update, metrics, args.log_details)
+        exact = np.mean([row["exact_match"] for row in rows])
+        bar.set_postfix_str(f"loss {float(loss.mean()):.4g}, exact match {exact:.4%}")
         save()
     bar.close()
 
-    rows = report(args, env, model, [pair[1] for pair in games], held_out, seeds, folders)
-    for row, folder, writer in zip(rows, folders, writers, strict=True):
-        with surviving("write to TensorBoard"):
-            for key, value in row.items():
-                writer.add_scalar(f"wm_final/{key}", value, done)
-            for picture in sorted(folder.glob("*.png")):
-                writer.add_image(picture.stem, read_picture(picture), done, dataformats="HWC")
-            writer.close()
-    print(f"{spent + time.time() - started:.1f} s in all; checkpoint {folders[0]}/checkpoint.pt")
-    return {
-        "checkpoint": str(folders[0] / "checkpoint.pt"),
-        **{key: interval([row[key] for row in rows])[0] for key in rows[0]},
-    }
-
-
-def finite(row: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows no nan (the precision of an event that was never predicted, say): null."""
-    return {key: value if math.isfinite(value) else None for key, value in row.items()}
-
-
-def keep_lines(path: Path, counter: str, last: int) -> None:
-    """Drops what was logged after the checkpoint."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if json.loads(line)[counter] <= last))
-
-
-def read_picture(path: Path) -> np.ndarray:
-    import matplotlib.image
-
-    return (matplotlib.image.imread(path)[..., :3] * 255).astype(np.uint8)
+    rows = report(args, config, world, held_out_games, held_out, folders, writers, update)
+    for writer, row in zip(writers, rows, strict=True):
+        for name, value in row.items():
+            writer.add_scalar(f"wm_final/{name}", value, update)
+        writer.close()
+    print(f"{time.time() - started:.1f} s in all; checkpoint {folders[0]}/checkpoint.pt")
+    means = {name: interval([row[name] for row in rows])[0] for name in rows[0]}
+    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}
 
 
 if __name__ == "__main__":
-    command_line(Args, main)
+    command_line(parse_args, main)

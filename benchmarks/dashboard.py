@@ -13,29 +13,31 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stag_hunt_env import command_line
+from stag_hunt_env import command_line, parse
 
 PANELS = {  # tag: what to look for
     "charts/episodic_return": "3.0 is the most; all hares 1.0",
     "charts/stag_share": "a half: two hunt the stag",
-    "losses/value_real": "must not rise late",
+    "losses/value_loss": "must not rise late",
     "losses/approx_kl": "far below 0.1",
-    "moa/top1": "close to moa/ceiling/top1",
-    "wm/exact_match/5": "1: the world model can be trusted",
+    "moa/nll": "close to moa/ceiling/nll",
+    "wm/exact_match/1": "1: the world model can be trusted",
     "wm/horizon": "how far it is trusted",
-    "audit/return_gap": "small: all learners do well",
+    "losses/explained_variance": "1: the critic knows the returns",
 }
 
 
 @dataclasses.dataclass
 class Args:
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """folders of runs"""
     out: str = "dashboard.png"
     """the picture"""
 
 
 def main(args: Args) -> None:
+    if not args.runs:
+        raise ValueError("which runs? Name their folders, for example runs/RUN")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,5 +60,9 @@ def main(args: Args) -> None:
     plt.close(figure)
 
 
+def parse_args(words: list[str]) -> Args:
+    return parse(Args, {"dashboard": Args}, Args(), words)
+
+
 if __name__ == "__main__":
-    command_line(Args, main)
+    command_line(parse_args, main)

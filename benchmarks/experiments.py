@@ -3,7 +3,7 @@
     python benchmarks/experiments.py --list
     python benchmarks/experiments.py --section 1 7 --parallel 4
     python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
-    python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with an old mistake in it
+    python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with a mistake in it
 
 A run that is finished is not made again (its folder in --run-dir has a file `finished`); sections share runs.
 """
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 import zlib
 from pathlib import Path
 
@@ -27,41 +28,46 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line
+from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]
 FOLLOWED = {  # name in our tables: key in metrics.jsonl
     **{"return": "charts/episodic_return", "stag": "charts/stag_share", "nothing": "charts/nothing_share"},
     **{f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)},
-    **{"value_real": "losses/value_real", "imagined_return": "imagined/return_mean", "real_return": "real/return_mean"},
+    **{
+        "value_real": "losses/value_loss_real",
+        "imagined_return": "imagined/return_mean",
+        "real_return": "real/return_mean",
+    },
     **{"moa_top1": "moa/top1", "moa_ceiling_top1": "moa/ceiling/top1", "search_gain": "search/gain"},
     **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
 }
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
-SHORT, LONG = f"{SEEDS5} --total-steps 300000", "--num-seeds 5 --log-every 10 --total-steps 5000000 --num-envs 1024"
-BRIEF = f"{SEEDS5} --total-steps 150000"
-OLD = "--critic-data mixed --no-imagined-reward-clip --no-trust"
-BADLY = "--imagination-horizon 32 --returns mc --ppo-real-ratio 0.1"
+SHORT, BRIEF = f"{SEEDS5} --total-timesteps 300000", f"{SEEDS5} --total-timesteps 150000"
+LONG = "--num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024"
+OLD = "--critic-data mixed --trust-exact-match 0"
+BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
-MCTS = f"{SEEDS5} --total-steps 120000"
+MCTS = f"{SEEDS5} --total-timesteps 120000"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
-ADAPT = "--adapt CHECKPOINT --adapt-repetitions 40 --no-adapt-references"
-STRANGERS = f"{ADAPT} --adapt-sets strangers"
-BEST = "--adapt CHECKPOINT --adapt-repetitions 40 --total-steps 8000000"
-BEST_STRANGERS = f"{BEST} --adapt-sets strangers"
-CROSS = "--cross-play CHECKPOINT"
+ADAPT = "evaluation/adapt.py RUN --repetitions 40 --no-references"
+SEARCH_ADAPT = f"{ADAPT} --modes frozen search learning"
+STRANGERS = f"{ADAPT} --sets strangers"
+BEST = "evaluation/adapt.py RUN --repetitions 40 --best-response-steps 8000000"
+BEST_STRANGERS = f"{BEST} --sets strangers"
+CROSS = "evaluation/cross_play.py RUN"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     flags: str
     script: str = "hopplus_ppo.py"
-    then: tuple[str, ...] = ()  # what its checkpoint does afterwards
+    then: tuple[str, ...] = ()  # what is done with its checkpoint afterwards
     before: tuple[str, str, str] | None = None  # script, flags, and the flag that takes its checkpoint
-    patch: str | None = None
+    patch: tuple[str, ...] = ()  # mistakes put into the script, see PATCHES
 
 
 def vae(loss: str) -> tuple[str, str, str]:
@@ -72,7 +78,7 @@ def world(flags: str) -> tuple[str, str, str]:
     return "pretrain_world_model.py", f"--num-seeds 5 {flags}", "--world-model-checkpoint"
 
 
-INSIDE = f"{SHORT} --no-trust --critic-data mixed --ppo-real-ratio 0.05"
+INSIDE = f"{SHORT} --trust-exact-match 0 --critic-data mixed --ppo-real-ratio 0.05"
 DEFAULT = Run(SHORT)
 LONG_RUNS = {
     "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
@@ -80,8 +86,8 @@ LONG_RUNS = {
     "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
 }
 SEARCHES = {
-    "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(ADAPT,)),
-    "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py", then=(ADAPT,)),
+    "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
+    "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
 }
 SECTIONS = {  # number: title, runs, panels (kind, key)
     1: (
@@ -90,25 +96,29 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             "real only": Run(f"{SHORT} --no-imagination"),
             "actor only (default)": DEFAULT,
             "mixed": Run(f"{SHORT} --critic-data mixed"),
-            "mixed, MC": Run(f"{SHORT} --critic-data mixed --returns mc"),
-            "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch="zero_subgoals"),
+            "mixed, MC": Run(f"{SHORT} --critic-data mixed --gae-lambda 1"),
+            "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch=("zero_subgoals",)),
             "pixel, trusted, actor only": Run(f"{SHORT} --wm-head pixel"),
-            "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}"),
+            "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}", patch=("unclipped",)),
             "brief": Run(BRIEF),
-            "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}"),
-            "pixel, badly": Run(f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50"),
+            "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}", patch=("unclipped",)),
+            "pixel, badly": Run(
+                f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50", patch=("unclipped",)
+            ),
         },
         [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
     ),
     2: (
         "Was player 1 favoured?",
         {
-            "PPO": Run(f"{SEEDS8} --method ppo --total-steps 600000"),
-            "PPO, shared": Run(f"{SEEDS8} --method ppo --total-steps 600000 --share-parameters"),
-            "PPO, seats permuted": Run(f"{SEEDS8} --method ppo --total-steps 600000 --permute-ids"),
-            "HOP+": Run(f"{SEEDS8} --total-steps 200000"),
-            "HOP+, shared": Run(f"{SEEDS8} --total-steps 200000 --share-parameters"),
-            "PPO, all learn from player 1": Run(f"{SEEDS8} --method ppo --total-steps 600000", patch="one_player"),
+            "PPO": Run(f"{SEEDS8} --method ppo --total-timesteps 600000"),
+            "PPO, shared": Run(f"{SEEDS8} --method ppo --total-timesteps 600000 --share-parameters"),
+            "PPO, seats permuted": Run(f"{SEEDS8} --method ppo --total-timesteps 600000 --permute-ids"),
+            "HOP+": Run(f"{SEEDS8} --total-timesteps 200000"),
+            "HOP+, shared": Run(f"{SEEDS8} --total-timesteps 200000 --share-parameters"),
+            "PPO, all learn from player 1": Run(
+                f"{SEEDS8} --method ppo --total-timesteps 600000", patch=("one_player",)
+            ),
         },
         [("seats", ""), ("bars", "return")],
     ),
@@ -134,10 +144,10 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         {
             "present (default)": DEFAULT,
             "rewarded": Run(f"{SHORT} --moa-data rewarded"),
-            "all": Run(f"{SHORT} --moa-data all"),
+            "all": Run(SHORT, patch=("all_steps",)),
             "present, brief": Run(BRIEF),
-            "present, MOA unmasked": Run(BRIEF, patch="unmasked"),
-            "all, MOA unmasked": Run(f"{BRIEF} --moa-data all", patch="unmasked"),
+            "present, MOA unmasked": Run(BRIEF, patch=("unmasked",)),
+            "all, MOA unmasked": Run(BRIEF, patch=("unmasked", "all_steps")),
         },
         [("bars", "moa_top1"), ("bars", "moa_gap"), ("recalls", "")],
     ),
@@ -162,19 +172,25 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             **SEARCHES,
             "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{LONG} {HALF} --subgoals none", then=(ADAPT,)),
-            "PPO, few steps": Run(f"{SEEDS5} --total-steps 400000 --method ppo --num-envs 128"),
-            "HOP+, few steps": Run(f"{SEEDS5} --total-steps 100000 {FEW}"),
-            "few, discrete goals": Run(f"{SEEDS5} --total-steps 100000 {FEW} --goal-kind discrete"),
-            "few, D = 8": Run(f"{SEEDS5} --total-steps 100000 {FEW} --goal-dim 8"),
-            "few, optimistic": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoal-selection optimistic"),
-            "few, final": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoal-selection final"),
-            "few, no subgoals": Run(f"{SEEDS5} --total-steps 100000 {FEW} --subgoals none"),
-            "PPO, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 --method ppo"),
-            "HOP+, 4h2s": Run(f"{SEEDS5} --total-steps 1000000 --num-stags 2 {HALF}"),
-            "PPO, 8x8": Run(f"{BOARD8} --total-steps 19660800 --method ppo", then=(BEST,)),
-            "HOP+, 8x8": Run(f"{BOARD8} --total-steps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT,)),
+            "PPO, few steps": Run(f"{SEEDS5} --total-timesteps 400000 --method ppo --num-envs 128"),
+            "HOP+, few steps": Run(f"{SEEDS5} --total-timesteps 100000 {FEW}"),
+            "few, discrete goals": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --goal-kind discrete --goal-dim 8"),
+            "few, D = 8": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --goal-dim 8"),
+            "few, optimistic": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --subgoal-selection optimistic"),
+            "few, final": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --subgoal-selection final"),
+            "few, no subgoals": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --subgoals none"),
+            "PPO, 4h2s": Run(f"{SEEDS5} --total-timesteps 1000000 --num-stags 2 --method ppo"),
+            "HOP+, 4h2s": Run(f"{SEEDS5} --total-timesteps 1000000 --num-stags 2 {HALF}"),
+            "PPO, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo", then=(BEST,)),
+            "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT,)),
         },
-        [("bars", "steps_to_2.8"), ("bars", "return"), ("adaptation", "standard"), ("meeting", "3 NH"), ("cross-play", "")],
+        [
+            ("bars", "steps_to_2.8"),
+            ("bars", "return"),
+            ("adaptation", "standard"),
+            ("meeting", "3 NH"),
+            ("cross-play", ""),
+        ],
     ),
     8: (
         "How well does a learner adapt to players nobody trained with?",
@@ -185,7 +201,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
 
 
 @dataclasses.dataclass
-class Args:
+class ExperimentArgs:
     section: tuple[int, ...] = tuple(SECTIONS)
     """which sections"""
     list: bool = False
@@ -204,52 +220,83 @@ class Args:
     """where the runs go"""
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
-    patched: str | None = None
-    """only run hopplus_ppo.py with one of the old mistakes in it, and the flags after --: one_player, zero_subgoals,
-    unmasked"""
+    patched: tuple[str, ...] = ()
+    """only run hopplus_ppo.py with these mistakes in it: one_player, zero_subgoals, unclipped, unmasked, all_steps;
+    its flags after --"""
+
+
+@dataclasses.dataclass
+class Args(ExperimentArgs):
+    words: tuple[str, ...] = ()  # after --: flags of hopplus_ppo.py
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The old mistakes, as edits of hopplus_ppo.py
+# Mistakes, as edits of hopplus_ppo.py
 
 
 def one_player(hop) -> None:
     """Everybody trains on player 1's data."""
-    real_batch = hop.real_batch
+    make_ppo_batch = hop.make_ppo_batch
 
-    def of_player_1(x, w, c):
-        batch = real_batch(x, w, c)
-        first = torch.arange(len(batch["weight"]), device=batch["weight"].device) // x.env.config.num_players
-        return {key: value[first * x.env.config.num_players] for key, value in batch.items()}
+    def of_player_1(args, samples, real):
+        batch = make_ppo_batch(args, samples, real)
+        if not real:
+            return batch
+        learner = torch.arange(len(batch["weight"]), device=batch["weight"].device)
+        first = learner - learner % args.config.num_players
+        return {name: x[first] for name, x in batch.items()}
 
-    hop.real_batch = of_player_1
+    hop.make_ppo_batch = of_player_1
 
 
 def zero_subgoals(hop) -> None:
-    """In imagined games the policy reads zeros instead of subgoals."""
-    imagine, think = hop.imagine, hop.think
+    """In imagined rollouts the policy reads zeros instead of subgoals."""
+    imagine, infer_opponents = hop.imagine, hop.infer_opponents
 
-    def blind(*given):
-        thought = think(*given)
-        return thought._replace(goals=torch.zeros_like(thought.goals))
+    def without_goals(*given):
+        belief = infer_opponents(*given)
+        return belief._replace(goals=torch.zeros_like(belief.goals))
 
-    def imagine_blind(*given):
-        hop.think = blind
+    def imagine_without_goals(*given):
+        hop.infer_opponents = without_goals
         try:
             return imagine(*given)
         finally:
-            hop.think = think
+            hop.infer_opponents = infer_opponents
 
-    hop.imagine = imagine_blind
+    hop.imagine = imagine_without_goals
+
+
+def unclipped(hop) -> None:
+    """Imagined rewards are what the world model says, not clipped to the game's payoffs."""
+    predict_step = hop.predict_step
+    any_reward = types.SimpleNamespace(payoffs=lambda: (-math.inf, math.inf))
+    hop.predict_step = lambda args, config, *given: predict_step(args, any_reward, *given)
 
 
 def unmasked(hop) -> None:
-    """MOA may foretell what is not legal."""
+    """MOA may predict actions that are not legal."""
     forward = hop.ActionModel.forward
     hop.ActionModel.forward = lambda self, *given: forward(self, *given[:-1], torch.ones_like(given[-1]))
 
 
-PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals, "unmasked": unmasked}
+def all_steps(hop) -> None:
+    """MOA and q_phi also learn from the steps after a co-player left."""
+    opponent_model_losses, masked_mean = hop.opponent_model_losses, hop.masked_mean
+
+    def of_all_steps(args, env, networks, windows, *given):
+        weight = 1 / hop.same_game(windows.done).sum(2)  # [M, T, G, 1]: each game weighs the same
+        weight = weight.expand(*windows.history.shape[:4]).flatten(1)
+        hop.masked_mean = lambda x, _: masked_mean(x, weight)
+        try:
+            return opponent_model_losses(args, env, networks, windows, *given)
+        finally:
+            hop.masked_mean = masked_mean
+
+    hop.opponent_model_losses = of_all_steps
+
+
+PATCHES = {patch.__name__: patch for patch in (one_player, zero_subgoals, unclipped, unmasked, all_steps)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +304,7 @@ PATCHES = {"one_player": one_player, "zero_subgoals": zero_subgoals, "unmasked":
 
 
 def folder_of(args: Args, run: Run) -> Path:
-    words = [run.script, run.flags, *(run.before or ()), *run.then, run.patch or "", args.extra, args.extra_then]
+    words = [run.script, run.flags, *(run.before or ()), *run.then, *run.patch, args.extra, args.extra_then]
     name = "".join(c if c.isalnum() else "_" for c in " ".join(words)).strip("_")
     return Path(args.run_dir) / f"{name[:120]}_{zlib.crc32(' '.join(words).encode()):08x}"
 
@@ -273,7 +320,7 @@ def make(args: Args, run: Run) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     folder.mkdir(parents=True)
-    fixed = ["--picture-every", "0", "--save-every", "1000000"]
+    fixed = ["--num-pictures", "0", "--save-seconds", "1e9", "--log-details"]
 
     def call(log: str, *command: str) -> None:
         with open(folder / f"{log}.log", "w") as file:
@@ -286,15 +333,11 @@ def make(args: Args, run: Run) -> None:
         call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
         flags += [flag, checkpoint_in(there)]
     started = time.time()
-    script = ["benchmarks/experiments.py", "--patched", run.patch, "--"] if run.patch else [run.script]
+    script = ["benchmarks/experiments.py", "--patched", *run.patch, "--"] if run.patch else [run.script]
     call("train", *script, *flags)
     (folder / "seconds").write_text(f"{time.time() - started:.1f}")
     for number, then in enumerate(run.then):
-        call(
-            f"then_{number}", run.script, *then.replace("CHECKPOINT", checkpoint_in(folder)).split(), *args.extra_then.split()
-        )
-        for found in Path(checkpoint_in(folder)).parent.glob("*.csv"):  # --adapt writes the same names each time
-            found.rename(folder / f"then_{number}_{found.name}")
+        call(f"then_{number}", *then.replace("RUN", checkpoint_in(folder)).split(), *args.extra_then.split())
     Path(checkpoint_in(folder)).unlink()
     (folder / "finished").touch()
 
@@ -344,7 +387,9 @@ def collect(args: Args, number: int) -> None:
             row = {"run": label, "seed": seed, "device": device, "flags": f"{run.script} {run.flags}"}
             row["steps"] = lines[-1]["steps"]
             row |= {key: np.mean([f[key] for f in last if key in f]) for key in last[-1]}
-            fifths = [np.mean([f.get("return", 0.0) for f in part]) for part in np.array_split(found, min(5, len(found)))]
+            fifths = [
+                np.mean([f.get("return", 0.0) for f in part]) for part in np.array_split(found, min(5, len(found)))
+            ]
             row["fall"] = max(fifths) - fifths[-1]
             for goal in (2.7, 2.8, 2.85, 4.5):
                 hit = next((k for k, f in enumerate(found) if f.get("return", 0) >= goal), None)
@@ -356,20 +401,22 @@ def collect(args: Args, number: int) -> None:
             for k in sorted(set(np.linspace(0, len(found) - 1, 40).astype(int))):
                 kept = {key: found[k].get(key, "") for key in followed}
                 curves.append({"run": label, "seed": seed, "steps": lines[k]["steps"], **kept})
-        for k, then in enumerate(run.then):
-            sets = "strangers" if "strangers" in then else "standard"
-            for path in folder.glob(f"then_{k}_adaptation*.csv"):
-                table = list(csv.DictReader(path.open()))
-                rows = [{"run": label, "sets": sets, **row} for row in table]
-                if "curve" in path.name:
-                    meeting += [row | {"return": float(row["return"])} for row in rows]
-                else:
-                    met += rows
-            for path in folder.glob(f"then_{k}_cross_play.csv"):
-                for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
-                    found = enumerate(row[1:]) if focal >= 0 else ()
-                    crossed += [{"run": label, "focal": focal, "others": k, "return": value} for k, value in found]
-    tables = {"": summaries, "_curves": curves, "_adaptation": met, "_adaptation_curves": meeting, "_cross_play": crossed}
+        for sets in ("standard", "strangers"):
+            for name, rows in (("", met), ("_curve", meeting)):
+                for path in folder.glob(f"*/adaptation_{sets}{name}.csv"):
+                    rows += [{"run": label, "sets": sets, **row} for row in csv.DictReader(path.open())]
+        for path in folder.glob("*/cross_play.csv"):
+            for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
+                found = enumerate(row[1:]) if focal >= 0 else ()
+                crossed += [{"run": label, "focal": focal, "others": k, "return": value} for k, value in found]
+    meeting = [row | {"return": float(row["return"])} for row in meeting]
+    tables = {
+        "": summaries,
+        "_curves": curves,
+        "_adaptation": met,
+        "_adaptation_curves": meeting,
+        "_cross_play": crossed,
+    }
     for name, rows in tables.items():
         fresh = {row["run"] for row in rows}
         rows = rows + [row for row in read(args, number, name) if row["run"] not in fresh]  # what ran elsewhere stays
@@ -421,7 +468,9 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
     means = [np.mean(values) for values in found.values()]
     axis.set(
-        yticks=range(len(found)), title=key, xscale="log" if min(means) > 0 and max(means) > 20 * min(means) else "linear"
+        yticks=range(len(found)),
+        title=key,
+        xscale="log" if min(means) > 0 and max(means) > 20 * min(means) else "linear",
     )
     axis.set_yticklabels(found, fontsize=7)
     axis.invert_yaxis()
@@ -441,7 +490,9 @@ def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
     """run -> mean of `key` over the log lines whose return lies between two of RETURNS"""
     found = {}
     for run in dict.fromkeys(row["run"] for row in rows):
-        own = [(float(row["return"]), float(row[key])) for row in rows if row["run"] == run and row["return"] and row[key]]
+        own = [
+            (float(row["return"]), float(row[key])) for row in rows if row["run"] == run and row["return"] and row[key]
+        ]
         bins = [[y for x, y in own if low <= x < high] for low, high in itertools.pairwise(RETURNS)]
         found[run] = [float(np.mean(values)) if values else math.nan for values in bins]
     return found
@@ -472,9 +523,14 @@ def recalls(axis, rows: list[dict], _: str) -> None:
 def meeting(axis, rows: list[dict], players: str) -> None:
     """return while it meets the same co-players"""
     for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
-        own = [row for row in rows if row["run"] == run and row["co_players"] == players and row["learner"] == "learning"]
+        own = [
+            row for row in rows if row["run"] == run and row["co_players"] == players and row["learner"] == "learning"
+        ]
         axis.plot(
-            [int(row["steps"]) for row in own], [float(row["return"]) for row in own], label=run, color=f"C{number % 10}"
+            [int(row["steps"]) for row in own],
+            [float(row["return"]) for row in own],
+            label=run,
+            color=f"C{number % 10}",
         )
     axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
     axis.legend(fontsize=6)
@@ -486,7 +542,9 @@ def seats(axis, rows: list[dict], _: str) -> None:
         found = by_run(rows, f"player_{i}")
         stats = np.array([bootstrap(found[run]) for run in runs])  # [runs, (mean, low, high)]
         spread = np.abs(stats[:, 1:] - stats[:, :1]).T
-        axis.errorbar(stats[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}")
+        axis.errorbar(
+            stats[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}"
+        )
     axis.set(yticks=np.arange(len(runs)) + 0.22, title="mean return by seat")
     axis.set_yticklabels(runs, fontsize=7)
     axis.invert_yaxis()
@@ -494,16 +552,19 @@ def seats(axis, rows: list[dict], _: str) -> None:
 
 
 def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarray, float]:
-    """mean return of each seat, and p of a permutation test: seats exchanged within each seed, variance of the four means"""
-    table = np.array([[float(row[f"player_{i}"]) for i in range(4)] for row in rows if row["run"] == run])  # [seeds, seats]
+    """mean return of each seat, and p of a permutation test: seats exchanged within each seed,
+    variance of the four means"""
+    table = np.array(
+        [[float(row[f"player_{i}"]) for i in range(4)] for row in rows if row["run"] == run]
+    )  # [seeds, seats]
     order = np.random.default_rng(0).random((draws, *table.shape)).argsort(2)
     shuffled = np.take_along_axis(np.broadcast_to(table, order.shape), order, 2).mean(1).var(1)
-    as_far = (shuffled >= table.mean(0).var() - 1e-12).sum()
-    return table.mean(0), float((as_far + 1) / (draws + 1))  # what was seen is one of the orders: p is never 0
+    return table.mean(0), float((shuffled >= table.mean(0).var() - 1e-12).mean())
 
 
 def normalised(rows: list[dict], references: list[dict], sets: str) -> dict[str, dict[str, float]]:
-    """run and mode -> co-players -> score; random 0, best response 1 (those of the run that measured them on this board)"""
+    """run and mode -> co-players -> score; random 0, best response 1 (of the run that measured
+    them on this board)"""
     found = {}
     best = {(r["co_players"], "8x8" in r["run"]): (float(r["random mean"]), float(r["best response mean"]))
             for r in references if r.get("best response mean")}  # fmt: skip
@@ -586,7 +647,9 @@ def draw(args: Args, number: int) -> None:
             count = sum(row["run"] == run for row in rows)
             mean, low, high = bootstrap(values) if values else (float("nan"),) * 3
             short = f" ({len(values or [])} of {count} seeds)" if len(values or []) < count else ""
-            cells.append(f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else "")
+            cells.append(
+                f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else ""
+            )
         print(f"| {run} | {count} | {' | '.join(cells)} |")
     if ("seats", "") in panels:
         for run in dict.fromkeys(row["run"] for row in rows):
@@ -600,14 +663,26 @@ def draw(args: Args, number: int) -> None:
             print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in row.items()))
 
 
+def main_patched(args: Args) -> None:
+    import hopplus_ppo
+
+    unknown = [name for name in args.patched if name not in PATCHES]
+    if unknown:
+        raise ValueError(f"--patched {unknown[0]}: the known ones are {', '.join(PATCHES)}")
+    for name in args.patched:
+        PATCHES[name](hopplus_ppo)
+    hopplus_ppo.main(hopplus_ppo.parse_args(list(args.words)))
+
+
 def main(args: Args) -> None:
     if args.patched:
-        raise ValueError(f"--patched {args.patched} wants the flags of hopplus_ppo.py after --")
+        main_patched(args)
+        return
     if args.list:
         for number, (title, runs, _) in SECTIONS.items():
             print(f"{number}. {title}")
             for label, run in runs.items():
-                print(f"     {label}: {run.script} {run.flags}" + (f" [{run.patch}]" if run.patch else ""))
+                print(f"     {label}: {run.script} {run.flags}" + (f" [{', '.join(run.patch)}]" if run.patch else ""))
         return
     wrong = [n for n in args.section if n not in SECTIONS]
     if wrong:
@@ -617,7 +692,9 @@ def main(args: Args) -> None:
     if unknown:
         raise ValueError(f"--only {unknown[0]}: the runs of these sections are {', '.join(known)}")
     if not args.draw:
-        runs = [run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only]
+        runs = [
+            run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only
+        ]
         begun = time.time()
         with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
             longest_first = sorted(dict.fromkeys(runs), key=lambda run: -len(run.then))
@@ -634,20 +711,11 @@ def main(args: Args) -> None:
         draw(args, number)
 
 
-def patched_main(name: str):
-    import hopplus_ppo
-
-    if name not in PATCHES:
-        sys.exit(f"error: --patched {name}: the known ones are {', '.join(PATCHES)}")
-    PATCHES[name](hopplus_ppo)
-    return hopplus_ppo
+def parse_args(words: list[str]) -> Args:
+    at = words.index("--") if "--" in words else len(words)
+    args = parse(Args, {"experiments": ExperimentArgs}, Args(), words[:at])
+    return dataclasses.replace(args, words=tuple(words[at + 1 :]))
 
 
 if __name__ == "__main__":
-    if "--patched" in sys.argv and "--" in sys.argv:
-        at = sys.argv.index("--")
-        script = patched_main(sys.argv[sys.argv.index("--patched") + 1])
-        sys.argv = ["hopplus_ppo.py", *sys.argv[at + 1 :]]
-        command_line(script.Args, script.main)
-    else:
-        command_line(Args, main)
+    command_line(parse_args, main)

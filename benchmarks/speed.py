@@ -1,16 +1,17 @@
-"""How fast are the game, the game with its players' networks, and a whole iteration of training; where does the time go; and
-how does it grow?
+"""How fast are the game, the game with its players' networks, and a whole iteration; where does the time go?
 
     python benchmarks/speed.py                           # the cases of the docs, on the GPU if there is one
-    python benchmarks/speed.py --cases growth            # how the cost grows with games, board, players, seeds, horizon, trees
+    python benchmarks/speed.py --cases growth            # how the cost grows with games, board, players, seeds, trees
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
-Medians of `--repeats` iterations after warm-up, without logging. The models are not pretrained: a step costs the same. Writes
-`docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
+Medians of `--repeats` iterations after warm-up, without logging. The models are not pretrained: a step costs the same.
+Writes `docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
 """
 
 import csv
 import dataclasses
+import functools
+import importlib
 import math
 import statistics
 import sys
@@ -22,11 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import hopplus_mcts
-import hopplus_ppo
-from stag_hunt_env import NUM_ACTIONS, command_line, parse, resolve_device
+from stag_hunt_env import NUM_ACTIONS, Count, check_ranges, command_line, parse, resolve_device, seats_table
 
-SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts}
+SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
 PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
 CASES = {  # name: (script, flags)
     "cuda": {
@@ -45,7 +44,11 @@ CASES = {  # name: (script, flags)
         "HOP+, 1024 games, 16 seeds": ("ppo", f"{LARGE} 1024 --num-seeds 16"),
         "HOP+ MCTS, defaults": ("mcts", ""),
     },
-    "cpu": {"PPO, defaults": ("ppo", "--method ppo"), "HOP+, defaults": ("ppo", ""), "HOP+ MCTS, defaults": ("mcts", "")},
+    "cpu": {
+        "PPO, defaults": ("ppo", "--method ppo"),
+        "HOP+, defaults": ("ppo", ""),
+        "HOP+ MCTS, defaults": ("mcts", ""),
+    },
 }
 GROWTH = {  # what grows: (script, flags, values)
     "games": ("ppo", "--num-envs", {"cuda": (256, 1024, 4096), "cpu": (32, 128, 512)}),
@@ -67,7 +70,7 @@ class Args:
     """measure only a script with these flags"""
     script: Literal["ppo", "mcts"] = "ppo"
     """--flags: of hopplus_ppo.py or of hopplus_mcts.py"""
-    repeats: int = 10
+    repeats: Count = 10
     """iterations to take the median of (where models learn only in every k-th one: groups of k)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where; auto: on the GPU if there is one"""
@@ -86,56 +89,59 @@ def median_seconds(function, repeats: int, device) -> float:
     return statistics.median(times[3:])
 
 
-def measure(hop, flags: str, repeats: int, device) -> dict[str, float | str]:
-    args = hop.resolved(parse(hop.Args, [*flags.split(), "--device", device.type]))
-    hop.checked(args)
-    hop.set_precision(args)
+def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
+    args = script.parse_args([*flags.split(), "--device", device.type])
+    args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
+    config = script.validate(args)
+    torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
     if args.compile:
         torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    begun, kinds = time.perf_counter(), hop.seat_kinds(args.seats.split(","))
-    seating = hop.make_seating([kinds] * args.num_seeds, args.num_envs, args.share_parameters, device)
+    begun = time.perf_counter()
     seeds = list(range(args.seed, args.seed + args.num_seeds))
-    modelled = args.subgoals != "none" or args.imagination
-    x = hop.make_experiment(
-        args, seating, seeds, device, min(256, args.pretraining_games) if modelled and args.rehearsal else 0
-    )
-    if x.rehearsed is not None:
-        x.rehearsed.pushed.fill_(args.replay_rollouts)
-    key, graphs, generators = (x.nets.world is not None, x.nets.models is not None), {}, (x.generator, x.env.generator)
+    state = script.make_train_state(args, [seats_table(args.seats, config.num_players)] * len(seeds), seeds, device)
+    networks, env = state.networks, state.env
+    if state.offline_replay is not None:  # as large as after pretraining; what is in it does not matter for the speed
+        found = script.rollout(args, env, state.seats, networks, state.rollout_state, args.num_steps)
+        games = torch.arange(min(256, args.pretraining_games), device=device) % found[0].done.shape[2]
+        state.offline_replay.push(script.Transitions(*(x[:, :, games] for x in found[0])))
+        state.offline_replay.pushed.fill_(args.replay_rollouts)
+
+    def due(k):
+        world = networks.world is not None and args.wm_updates > 0 and k % args.wm_period == 0
+        return world, networks.moa is not None and args.subgoal_updates > 0 and k % args.subgoal_period == 0
+
     cycle = math.lcm(args.wm_period, args.subgoal_period)  # the models do not learn in every iteration
-    hop.repeat_iteration(x, graphs, *key)
+    iterations = {due(k): functools.partial(script.train_iteration, state, *due(k)) for k in range(cycle)}
+    for iteration in iterations.values():
+        iteration()
+    iterations = {kind: script.capture(call, env, args.cudagraphs) for kind, call in iterations.items()}
     ready, stages = time.perf_counter() - begun, []
 
     def train():
-        found = []
-        for k in range(cycle):
-            _, marks = hop.repeat_iteration(
-                x, graphs, key[0] and k % args.wm_period == 0, key[1] and k % args.subgoal_period == 0
-            )
-            found.append(hop.stage_seconds(marks))
+        found = [iterations[due(k)]()["timer"].seconds() for k in range(cycle)]
         stages.append({name: sum(stage[name] for stage in found) / cycle for name in found[0]})
 
     full = median_seconds(train, repeats, device) / cycle
-    actions = torch.randint(NUM_ACTIONS, (args.num_steps, x.env.num_envs, x.env.config.num_players), device=device)
+    actions = torch.randint(NUM_ACTIONS, (args.num_steps, env.num_envs, config.num_players), device=device)
 
     def play_at_random():
         for step in range(args.num_steps):
-            x.env.step(actions[step])
+            env.step(actions[step])
 
     def play():
-        hop.rollout(args, x.env, seating, x.nets, x.carry, x.generator, args.num_steps)
+        script.rollout(args, env, state.seats, networks, state.rollout_state, args.num_steps)
 
-    game, policy = (
-        median_seconds(hop.graphed(f, generators, args.cudagraphs), repeats, device) for f in (play_at_random, play)
-    )
-    steps = args.num_steps * x.env.num_envs
-    row = {"env_steps_per_s": steps / full, "agent_steps_per_s": steps * x.env.config.num_players / full}
+    play_at_random()
+    alone = (script.capture(call, env, args.cudagraphs) for call in (play_at_random, play))
+    game, policy = (median_seconds(call, repeats, device) for call in alone)
+    steps = args.num_steps * env.num_envs
+    row = {"env_steps_per_s": steps / full, "agent_steps_per_s": steps * config.num_players / full}
     row |= {"game_only_env_steps_per_s": steps / game, "game_and_policy_env_steps_per_s": steps / policy}
     row |= {"iteration_ms": 1000 * full, "ready_s": ready}
-    row |= {f"{name}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
+    row |= {f"{name[5:]}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
     if device.type == "cuda":
         row |= {"busy": busy(train) / cycle / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     return row
@@ -161,8 +167,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def main(args: Args) -> list[dict]:
     device, folder, rows = resolve_device(args.device), Path(args.folder), []
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be a number >= 1, not {args.repeats}")
+    check_ranges(args)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
     if args.cases == "growth" and args.flags is None:
@@ -176,12 +181,15 @@ def main(args: Args) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():
         row = {"case": case, "script": script, "flags": flags, "machine": name, "torch": torch.__version__}
-        row |= measure(SCRIPTS[script], flags, args.repeats, device)
+        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
         rows.append(row)
-        stages = [f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005]
+        stages = [
+            f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005
+        ]
         print(f"{case or flags}: {row['agent_steps_per_s'] / 1e6:.3f} M agent-steps/s "
               f"({row['iteration_ms']:.2f} ms an iteration: {', '.join(stages)}); game and policy "
-              f"{row['game_and_policy_env_steps_per_s']:,.0f}, game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
+              f"{row['game_and_policy_env_steps_per_s']:,.0f}, "
+              f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
               + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
               + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
         names = list(dict.fromkeys(key for found in rows for key in found))
@@ -222,4 +230,4 @@ def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> 
 
 
 if __name__ == "__main__":
-    command_line(Args, main)
+    command_line(lambda words: parse(Args, {"speed": Args}, Args(), words), main)

@@ -3,7 +3,7 @@ import torch
 
 
 def pytest_addoption(parser):
-    parser.addoption("--transitions", type=int, default=100_000, help="game-steps compared with the plain-Python game")
+    parser.addoption("--transitions", type=int, default=40_000, help="game-steps compared with the plain-Python game")
 
 
 def pytest_collection_modifyitems(items):

@@ -5,20 +5,30 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import reference_game as reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, StagHuntFlags, State, sample, seat_probs
+from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, POPULATION, StagHuntConfig, State, sample
+
+
+def _player(probs):
+    return lambda env, state, seat, generator: sample(probs(env, state, seat), generator)
+
+
+PLAYERS = {name: _player(probs) for name, probs in PLAYER_PROBS.items()}  # (env, state, seat, generator) -> actions
 
 
 def games_of(state):
     """State of B games -> B plain-Python games"""
     fields = [x.tolist() for x in state]
     return [
-        reference.Game(position, present, prey, alive, {cell for cell, wall in enumerate(walls) if wall}, time, first_hunt)
+        reference.Game(
+            position, present, prey, alive, {cell for cell, wall in enumerate(walls) if wall}, time, first_hunt
+        )
         for position, present, prey, alive, walls, time, first_hunt in zip(*fields, strict=True)
     ]
 
@@ -60,6 +70,12 @@ def assert_same_state(ours, expected):
         assert_same(name, getattr(ours, name), getattr(expected, name))
 
 
+def seat_probs(env, state, kinds):
+    """[B, N, 7] when seat (b, i) is played by number kinds[b, i] of POPULATION"""
+    table = torch.stack([PLAYER_PROBS[name](env, state, ALL_SEATS) for name in POPULATION], 2)
+    return table.gather(2, kinds[..., None, None].expand(-1, -1, 1, 7)).squeeze(2)
+
+
 def mixed_actions(env, state, kinds, wild, generator):
     """Each seat plays its kind of rule-based player, but a share `wild` of actions is any of the 7, legal or not."""
     actions = sample(seat_probs(env, state, kinds), generator)
@@ -68,7 +84,7 @@ def mixed_actions(env, state, kinds, wild, generator):
 
 
 def random_kinds(env, generator):
-    return torch.randint(len(PLAYER_PROBS), (env.num_envs, env.config.num_players), generator=generator)
+    return torch.randint(len(POPULATION), (env.num_envs, env.config.num_players), generator=generator)
 
 
 def chi_square_p(counts, expected=None):
@@ -101,7 +117,9 @@ def stir_global_generators(seed):
 PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that changes rewards
     "default": StagHuntConfig(),
     "two players": StagHuntConfig(height=3, width=5, num_players=2, num_hares=2, final_time=10),
-    "walls": StagHuntConfig(height=5, width=6, num_players=3, num_stags=2, num_hares=3, max_wall_pieces=3, final_time=14),
+    "walls": StagHuntConfig(
+        height=5, width=6, num_players=3, num_stags=2, num_hares=3, max_wall_pieces=3, final_time=14
+    ),
     "six strengths": StagHuntConfig(
         5, 4, num_players=6, num_stags=2, num_hares=3, final_time=12, strengths=(1, 2, 3, 4, 5, 6)
     ),
@@ -113,8 +131,8 @@ PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that 
 
 
 def replay(config, games):
-    """Plays stored games again by the plain-Python rules; yields (game number, t, game before, actions, rewards, acted, done,
-    game after)."""
+    """Plays stored games again by the plain-Python rules; yields (number, t, game before, actions, rewards, acted,
+    done, game after)."""
     start = State(*(x[:, 0] for x in games.states))
     for number, (game, played) in enumerate(zip(games_of(start), games.actions.tolist(), strict=True)):
         for t, actions in enumerate(played):
@@ -123,12 +141,42 @@ def replay(config, games):
             yield number, t, before, actions, rewards, acted, done, copy.deepcopy(game)
 
 
-TINY_CONFIG = StagHuntFlags(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+def record_games(env, play, *args):
+    """What play(env, *args) returns, and the states [G, T + 1, ...] and actions [G, T, N] behind it, for `replay`"""
+    seen, transition = [], env.transition
+
+    def watched(state, actions):
+        after, reward, acted, done = transition(state, actions)
+        seen.append((state, torch.where(acted, actions, 4), after))
+        return after, reward, acted, done
+
+    env.transition = watched
+    played = play(env, *args)
+    env.transition = transition
+    before, actions, after = zip(*seen, strict=True)
+    states = State(*(torch.stack(field, 1) for field in zip(*before, after[-1], strict=True)))
+    return played, SimpleNamespace(states=states, actions=torch.stack(actions, 1))
+
+
+TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {  # flags of hopplus_ppo.py and hopplus_mcts.py for runs of a second
-    **{"device": "cpu", "seats": "learner,learner,learner", "num_envs": 4, "num_steps": 8, "total_steps": 64, "log_every": 1},
+    **{
+        "device": "cpu",
+        "seats": "learner,learner,learner",
+        "num_envs": 4,
+        "num_steps": 8,
+        "total_steps": 64,
+        "log_every": 1,
+    },
     **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "save_every": 2},
     **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
-    **{"replay_rollouts": 2, "imagination_horizon": 4, "trust_exact_match": 0.0, "compile": False, "config": TINY_CONFIG},
+    **{
+        "replay_rollouts": 2,
+        "imagination_horizon": 4,
+        "trust_exact_match": 0.0,
+        "compile": False,
+        "config": TINY_CONFIG,
+    },
     **{"ppo_real_ratio": 0.2, "subgoal_period": 1},
 }
 
@@ -188,3 +236,12 @@ class NoNonFiniteCasts(TorchDispatchMode):
             info, whole = torch.iinfo(dtype), source.detach().double().trunc()
             fits = (whole >= float(info.min)) & (whole < float(info.max) + 1)
             assert fits.all(), f"a float that no {dtype} can be"
+
+
+TINY_FLAGS = {  # of hopplus_ppo.make_args, for runs of a second
+    **{"config": TINY_CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0},
+    **{"policy_hidden": 8, "update_epochs": 2, "num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 4},
+    **{"subgoal_batch_size": 4, "subgoal_period": 1, "wm_hidden": 16, "wm_batch_size": 16, "replay_rollouts": 2},
+    **{"pretraining_updates": 2, "pretraining_games": 4, "imagination_horizon": 4, "trust_exact_match": 0.0},
+    **{"ppo_real_ratio": 0.5},
+}

@@ -1,6 +1,6 @@
 """The rules of the game once more, one game at a time in plain Python: what the batched game is compared with.
 
-Written from the rules, not from stag_hunt_env.py. A game is a `Game` of ints, lists and sets; a board is (height, width).
+Written from the rules, not from stag_hunt_env.py. A game is a `Game` of ints, lists and sets.
 """
 
 import dataclasses
@@ -136,8 +136,10 @@ def distances(config, game, sources):
 def player_probs(config, game, seat, name):
     """[7] probabilities of the rule-based player `name`"""
     choices = legal_actions(config, game, seat)
-    hunt = {"random": None, "nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}[name]
+    hunt = None if name == "random" else HUNT_HARE if name == "nearest_hare" else HUNT_STAG
     targets = [cell for p, cell in enumerate(game.prey) if game.alive[p] and hunted_by(config, p) == hunt]
+    if name in ("first_stag", "last_stag") and targets:
+        targets = [min(targets) if name == "first_stag" else max(targets)]
     if targets and game.present[seat]:
         here, distance = game.position[seat], distances(config, game, targets)
         closer = {move for move, to in moves(config, game, here).items() if distance[to] < distance[here]}

@@ -1,7 +1,7 @@
 """The tree search once more, one tree at a time in plain Python: what the batched search is compared with.
 
-Written from the formulas (design.md, section 6; Danihelka et al., "Policy improvement by planning with Gumbel", 2022), not
-from hopplus_mcts.py. A tree is a dictionary of nodes: 0 is the root, and simulation k adds node k + 1, if it adds one.
+Written from the formulas (Danihelka et al., "Policy improvement by planning with Gumbel", 2022), not from
+hopplus_mcts.py. A tree is a dictionary of nodes: 0 is the root, and simulation k adds node k + 1, if it adds one.
 """
 
 import dataclasses
@@ -86,8 +86,8 @@ def sigma(settings, most_visits, q):
 
 
 def schedule(considered, simulations):
-    """How often the action has been visited that is due in each simulation: all of those considered get equally many visits,
-    then the better half of them, and so on down to two; every phase has the same share of the simulations"""
+    """How often the action has been visited that is due in each simulation: all of those considered get equally many
+    visits, then the better half of them, and so on down to two; every phase has the same share of the simulations"""
     if considered < 2:
         return list(range(simulations))
     phases, left, visited, due = math.ceil(math.log2(considered)), considered, 0, []
@@ -122,8 +122,8 @@ def by_halving(settings, node, gumbel, due):
 
 
 def search(settings, position, ended, network, step, uniform, gumbel):
-    """network(position) -> Said; step(position, joint action) -> position, reward, ended; uniform [simulations][co-player];
-    gumbel [action] -> {number: Node}"""
+    """network(position) -> Said; step(position, joint action) -> position, reward, ended; uniform
+    [simulations][co-player]; gumbel [action] -> {number: Node}"""
     said = network(position)
     tree = {0: Node(position, said, said.value, ended=ended)}
     due = schedule(len(said.logits), len(uniform))
@@ -179,7 +179,9 @@ def verdict(settings, trees, gumbel):
     if settings.root == "gumbel":
         scores = {action: logits[action] + sigma(settings, most / len(roots), q[action]) for action in logits}
     else:
-        scores = {action: settings.search_prior * logits[action] + settings.q_temperature * q[action] for action in logits}
+        scores = {
+            action: settings.search_prior * logits[action] + settings.q_temperature * q[action] for action in logits
+        }
     improved = softmax(logits) if roots[0].ended else softmax(scores)
     finalists = [action for action in logits if visits[action] == most or len(roots) > 1]
     return improved, visits, q, highest({action: gumbel[action] + scores[action] for action in finalists})

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -9,38 +10,48 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, parts_of
 
 import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
-from stag_hunt_env import parse
+from stag_hunt_env import StagHuntConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "benchmarks"))
+sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "evaluation"))
 
+import adapt
+import cross_play
 import dashboard
+import evaluate
 import experiments
 import search
 import speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCRIPTS = {
-    "hopplus_ppo.py": hopplus_ppo,
-    "hopplus_mcts.py": hopplus_mcts,
-    "pretrain_vae.py": pretrain_vae,
-    "pretrain_world_model.py": pretrain_world_model,
+    **{"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts, "pretrain_vae.py": pretrain_vae},
+    **{"pretrain_world_model.py": pretrain_world_model, "evaluation/adapt.py": adapt},
+    **{"evaluation/cross_play.py": cross_play, "evaluation/evaluate.py": evaluate},
 }
-MEASURED = ("agent_steps_per_s", "iteration_ms", "collect_ms", "ready_s")
+MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
-SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --hidden 8 --policy-hidden 16"
+SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
+SMALL += " --policy-hidden 16"
+TINY = {  # flags for runs of a second
+    "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
+    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0, "policy_hidden": 16},
+    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "wm_hidden": 16},
+    **{"wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
+    **{"trust_exact_match": 0.0, "subgoal_period": 1},
+}
 
 
 @pytest.mark.parametrize(("script", "flags"), [("ppo", "--method ppo"), ("ppo", ""), ("mcts", "--num-simulations 2")])
 def test_speed(script, flags, tmp_path):
     args = speed.Args(flags=f"{flags} {SMALL}", script=script, repeats=1, device="cpu", folder=str(tmp_path))
     (row,) = speed.main(args)
-    stages = [row[f"{name}_ms"] for name in ("collect", "models", "imagine", "ppo")]
+    stages = [row[f"{name}_ms"] for name in ("rollout", "measure", "models", "imagine", "ppo")]
     assert row["env_steps_per_s"] == pytest.approx(32 / row["iteration_ms"] * 1000) and min(stages) >= 0
     assert row["agent_steps_per_s"] == pytest.approx(4 * row["env_steps_per_s"])
     assert 0.5 < sum(stages) / row["iteration_ms"] < 1.2 and row["game_only_env_steps_per_s"] > row["env_steps_per_s"]
@@ -66,7 +77,7 @@ def test_a_case_that_does_not_exist(tmp_path):
 @pytest.mark.parametrize(
     ("program", "changes", "words"),
     [
-        (speed, {"repeats": 0}, "--repeats must be a number >= 1, not 0"),
+        (speed, {"repeats": 0}, "--repeats must be >= 1, not 0"),
         (search, {"trees": (8, 0)}, "--trees must be >= 1, not 0"),
         (search, {"simulations": -1}, "--simulations must be >= 1, not -1"),
     ],
@@ -85,46 +96,109 @@ def test_search_speed():
     assert list(rates) == ["puct/4", "puct/8", "gumbel/4", "gumbel/8"] and min(rates.values()) > 0
 
 
-def test_all_flags_of_all_cases_are_understood():
+def test_all_flags_of_all_cases_are_understood(monkeypatch):
+    monkeypatch.setattr(evaluate, "load_run", lambda args, words, contract: None)  # there is no run
     found = {(f"hopplus_{script}.py", flags) for cases in speed.CASES.values() for script, flags in cases.values()}
     for script, flags, values in speed.GROWTH.values():
         found |= {(f"hopplus_{script}.py", f"{flags} {max(values[device])}") for device in values}
     for _, runs, _ in experiments.SECTIONS.values():
         for run in runs.values():
-            found |= {(run.script, flags) for flags in (run.flags, *run.then)} | ({run.before[:2]} if run.before else set())
+            found |= {(run.script, run.flags), *(tuple(then.split(" ", 1)) for then in run.then)}
+            found |= {run.before[:2]} if run.before else set()
+            assert set(run.patch) <= experiments.PATCHES.keys()
     assert len(found) > 50
     for script, flags in found:
-        parse(SCRIPTS[script].Args, flags.split())
+        SCRIPTS[script].parse_args(flags.split())
 
 
-def tiny(**changes):
-    args = hopplus_ppo.resolved(hopplus_ppo.Args(**{**TINY, **changes}))
-    seating = hopplus_ppo.make_seating([[hopplus_ppo.LEARNER] * 3] * 2, args.num_envs, False, torch.device("cpu"))
-    return hopplus_ppo.make_experiment(args, seating, [1, 2], torch.device("cpu"))
-
-
-def test_the_old_mistakes_are_what_they_say(monkeypatch):
-    for name in ("real_batch", "imagine", "think"):
+@pytest.fixture
+def hop(monkeypatch):
+    """hopplus_ppo, in which a test may put mistakes"""
+    for name in (
+        "make_ppo_batch",
+        "imagine",
+        "infer_opponents",
+        "predict_step",
+        "opponent_model_losses",
+        "masked_mean",
+    ):
         monkeypatch.setattr(hopplus_ppo, name, getattr(hopplus_ppo, name))  # put back afterwards
-    x = tiny(num_seeds=2)
-    w, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 8)
-    right = hopplus_ppo.real_batch(x, w, c)
-    experiments.one_player(hopplus_ppo)
-    wrong = hopplus_ppo.real_batch(x, w, c)
-    for key, value in right.items():
-        assert all(torch.equal(wrong[key][m], value[m // 3 * 3]) for m in range(6)), key
-    start = hopplus_ppo.Steps(*(field[:, 0] for field in w))
-    given = (x.args, x.env, x.nets, start, torch.ones_like(start.done), 2, torch.full_like(x.trusted, 2), x.generator)
-    assert (parts_of(x, hopplus_ppo.imagine(*given)["inputs"])["goals"] != 0).any()
-    experiments.zero_subgoals(hopplus_ppo)
-    assert (parts_of(x, hopplus_ppo.imagine(*given)["inputs"])["goals"] == 0).all()
-    _, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 2)
-    assert (c.goals != 0).any(), "real games still read subgoals"
     monkeypatch.setattr(hopplus_ppo.ActionModel, "forward", hopplus_ppo.ActionModel.forward)
-    assert (c.expected == 0).any(), "MOA never expects what is not legal"
-    experiments.unmasked(hopplus_ppo)
-    _, c, _ = hopplus_ppo.rollout(x.args, x.env, x.seating, x.nets, x.carry, x.generator, 2)
-    assert (c.expected > 0).all()
+    return hopplus_ppo
+
+
+def make_state(hop, **changes):
+    args = hop.make_args("hopplus", "cpu", **TINY, imagination_horizon=2, **changes)
+    return hop.make_train_state(args, [["learner"] * 3] * 2, [1, 2], torch.device("cpu"))
+
+
+def play(hop, state):
+    return hop.rollout(state.args, state.env, state.seats, state.networks, state.rollout_state, 8)
+
+
+def test_one_player(hop):
+    state = make_state(hop, num_seeds=2)
+    transitions, outputs, _ = play(hop, state)
+    samples = hop.real_samples(state.args, state.env.config, transitions, outputs)
+    right = {real: hop.make_ppo_batch(state.args, samples, real) for real in (True, False)}
+    experiments.one_player(hop)
+    wrong = {real: hop.make_ppo_batch(state.args, samples, real) for real in (True, False)}
+    for name, x in right[True].items():
+        assert all(torch.equal(wrong[True][name][m], x[m // 3 * 3]) for m in range(6)), name
+        assert torch.equal(wrong[False][name], right[False][name]), "imagined samples are everybody's own"
+
+
+def test_zero_subgoals(hop):
+    state = make_state(hop)
+    start = hop.Transitions(*(x[:, 0] for x in play(hop, state)[0]))
+    given = state.args, state.env, state.networks, start, torch.ones_like(start.done), torch.full_like(state.horizon, 2)
+    size = 2 * state.args.goal_dim  # of two co-players
+    assert (hop.imagine(*given)["inputs"][..., -size:] != 0).any()
+    experiments.zero_subgoals(hop)
+    inputs = hop.imagine(*given)["inputs"]
+    assert (inputs[..., -size:] == 0).all() and (inputs[..., :-size] != 0).any()
+    assert (play(hop, state)[1]["goals"] != 0).any(), "real games still read subgoals"
+
+
+def test_unclipped(hop):
+    state = make_state(hop, wm_head="pixel")
+    transitions = play(hop, state)[0]
+    given = state.args, state.env.config, state.networks.world, transitions.board[:, 0], transitions.joint[:, 0]
+    with torch.no_grad():
+        clipped = hop.predict_step(*given)[1]
+        experiments.unclipped(hop)
+        raw = hop.predict_step(*given)[1]
+    payoffs = state.env.config.payoffs()
+    assert torch.equal(clipped, raw.clamp(min(payoffs), max(payoffs))) and not torch.equal(clipped, raw)
+
+
+def test_unmasked_and_all_steps(hop):
+    state = make_state(hop)
+    for _ in range(3):
+        transitions = play(hop, state)[0]
+    args = state.args, state.env, state.networks
+
+    def predict():
+        steps = hop.Transitions(*(x.flatten(1, 2) for x in transitions))
+        belief = hop.infer_opponents(*args, steps.board, steps.prey_position, steps.history, steps.oracle_id)
+        noise = torch.zeros(*belief.params.shape[:2], 5)
+        return hop.predict_actions(args[0], args[2], belief, steps.time / 6, noise).exp()
+
+    def moa_loss():
+        torch.manual_seed(1)
+        return hop.opponent_model_losses(*args, transitions, 0.0)["moa"]
+
+    with torch.no_grad():
+        assert (predict() == 0).any()
+        experiments.unmasked(hop)
+        assert (predict() > 0).all(), "MOA expects what is not legal"
+        of_those_present = moa_loss()
+        experiments.all_steps(hop)
+        of_all = moa_loss()
+        assert not torch.allclose(of_all, of_those_present)
+        gone = transitions.board[:, :, :, 1:3].flatten(4).amax(4) == 0  # [M, T, G, K]
+        assert gone.any() and of_all.isfinite().all()
+    assert hop.masked_mean(torch.ones(1, 2), torch.tensor([[1.0, 0.0]])) == 1, "elsewhere means are as they were"
 
 
 def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
@@ -138,13 +212,23 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
             with open(there / "metrics.jsonl", "w") as file:
                 for k, value in enumerate(returns):
                     seats = {f"charts/episodic_return/player_{i}": value + i for i in range(4)}
-                    line = {"steps": 100 * (k + 1), "time/training": k, "time/ready": 9, "charts/episodic_return": value}
+                    line = {
+                        "steps": 100 * (k + 1),
+                        "time/training": k,
+                        "time/ready": 9,
+                        "charts/episodic_return": value,
+                    }
                     file.write(json.dumps(line | seats) + "\n")
         (folder / "seconds").touch()
         (folder / "train.log").write_text("4x4_4h1s, ppo, 32 learner(s), 256 games per seed, on cpu")
     experiments.collect(args, 2)
     rows = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
-    assert [(row["run"], row["seed"]) for row in rows[:4]] == [("PPO", "0"), ("PPO", "1"), ("PPO", "2"), ("PPO, shared", "0")]
+    assert [(row["run"], row["seed"]) for row in rows[:4]] == [
+        ("PPO", "0"),
+        ("PPO", "1"),
+        ("PPO", "2"),
+        ("PPO, shared", "0"),
+    ]
     assert rows[1]["steps_to_2.8"] == "300" and rows[1]["seconds_to_2.85"] == "2" and rows[1]["steps_to_4.5"] == ""
     assert float(rows[1]["return"]) == pytest.approx(2.6) and float(rows[1]["fall"]) == pytest.approx(0.3)
     assert float(rows[1]["player_3"]) == pytest.approx(5.6)
@@ -171,7 +255,9 @@ def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
     for seed in (1, 2):
         there = tmp_path / f"vae/before/x__{seed}/evaluation"
         there.mkdir(parents=True)
-        (there / "final.csv").write_text(f"metric,state only,with history\ntop1,0,0.{seed}\nprobe_accuracy,0,0.6\nece,0,1\n")
+        (there / "final.csv").write_text(
+            f"metric,state only,with history\ntop1,0,0.{seed}\nprobe_accuracy,0,0.6\nece,0,1\n"
+        )
     assert experiments.figures_before(tmp_path / "vae") == [{"probe_accuracy": 0.6, "top1": x} for x in (0.1, 0.2)]
     there = tmp_path / "world/before/x"
     there.mkdir(parents=True)
@@ -195,19 +281,49 @@ def test_losses_are_compared_at_equal_returns():
     assert values[:2] == [2.0, 5.0] and np.isnan(values[2:5]).all() and values[5] == 7.0
 
 
-def test_the_dashboard_shows_what_a_run_logs(tmp_path, monkeypatch):
-    for name in ("draw_pictures", "film"):
-        monkeypatch.setattr(hopplus_ppo, name, lambda *_: None)
-    defaults = {device: values["imagination_horizon"] for device, values in hopplus_ppo.BY_DEVICE.items()}
-    changes = {"imagination_horizon": min(defaults.values()), "run_dir": str(tmp_path)}
-    figures = hopplus_ppo.main(hopplus_ppo.Args(**{**TINY, **changes}))
-    folder, out = Path(figures["checkpoint"]).parent, tmp_path / "dashboard.png"
+def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=(8,))
+    folder = experiments.folder_of(args, experiments.SECTIONS[8][1]["PPO"])
+    there = folder / "x__1"
+    there.mkdir(parents=True)
+    (folder / "seconds").touch()
+    (folder / "train.log").write_text("on cpu")
+    line = {"steps": 9, "time/training": 1.0, "charts/episodic_return": 2.0}
+    (there / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (there / "adaptation_standard.csv").write_text("co_players,frozen mean\n3 NH,0.5\n")
+    (there / "adaptation_strangers_curve.csv").write_text("co_players,learner,steps,return\n3 waiting,frozen,100,1.5\n")
+    (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
+    experiments.collect(args, 8)
+    tables = {name: experiments.read(args, 8, name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
+    met = {"run": "PPO", "sets": "standard", "co_players": "3 NH", "frozen mean": "0.5"}
+    point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
+    assert tables["_adaptation"] == [met] and tables["_adaptation_curves"] == [point | {"return": "1.5"}]
+    assert [row["return"] for row in tables["_cross_play"]] == ["2.5", "2.25", "2.0", "2.75"]
+
+
+def test_a_run_and_what_follows_it(tmp_path):
+    """The whole of it once, with the true scripts: train, cross-play, tables"""
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+    args.extra = "--device cpu --total-timesteps 64 --num-envs 4 --num-steps 8 --height 3 --final-time 4"
+    args.extra_then = "--device cpu --games 8"
+    run = experiments.Run("--method ppo --num-seeds 2 --log-every 1", then=(experiments.CROSS,), patch=("one_player",))
+    experiments.make(args, run)
+    folder = experiments.folder_of(args, run)
+    assert (folder / "finished").exists() and len(list(folder.glob("*/cross_play.csv"))) == 1
+    lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
+    assert math.isfinite(lines[-1]["losses/value_loss_real"]), "with --log-details"
+
+
+def test_the_dashboard_shows_what_a_run_logs(tmp_path):
+    args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path))
+    folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [tag for tag in dashboard.PANELS if tag not in lines[-1]] == []
     dashboard.main(dashboard.Args(runs=(str(folder),), out=str(out)))
     assert out.stat().st_size > 5000
-    with pytest.raises(ValueError, match="no folder of a run"):
-        dashboard.main(dashboard.Args(runs=(str(tmp_path),), out=str(out)))
+    for runs, words in (((str(tmp_path),), "no folder of a run"), ((), "which runs")):
+        with pytest.raises(ValueError, match=words):
+            dashboard.main(dashboard.Args(runs=runs, out=str(out)))
 
 
 def test_bootstrap():
@@ -221,7 +337,7 @@ def test_seats_that_differ_are_found():
     for lead, low, high in ((0.0, 0.05, 1.0), (0.3, 0.0, 0.001)):
         rows = [{"run": "x", **{f"player_{i}": 2 + noise[s, i] + lead * (i == 0) for i in range(4)}} for s in range(8)]
         means, p = experiments.seat_test(rows, "x", 2000)
-        assert low <= p <= high and p >= 1 / 2001 and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
+        assert low <= p <= high and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
 
 
 def test_scores_are_normalised_by_the_references_of_the_same_board():
@@ -245,8 +361,8 @@ def test_sections_and_runs_that_do_not_exist(capsys):
         experiments.main(experiments.Args(section=(9,), draw=True))
     with pytest.raises(ValueError, match="the runs of these sections are PPO, PPO, shared"):
         experiments.main(experiments.Args(section=(2,), only=("POP",), draw=True))
-    with pytest.raises(ValueError, match="after --"):
-        experiments.main(experiments.Args(patched="one_player"))
+    with pytest.raises(ValueError, match="--patched two_players: the known ones are one_player, zero_subgoals"):
+        experiments.main(experiments.Args(patched=("two_players",)))
     experiments.main(experiments.Args(list=True))
     said = "\n" + capsys.readouterr().out
     assert all(f"\n{number}. {title}" in said for number, (title, _, _) in experiments.SECTIONS.items())

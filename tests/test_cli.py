@@ -1,6 +1,7 @@
-"""What the program refuses, and what it does from the command line."""
+"""What the game refuses, and how flags are read and wrong ones refused."""
 
-import doctest
+import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,27 @@ from pathlib import Path
 import gymnasium
 import pytest
 import torch
-from helpers import chi_square_p, seeded
+from helpers import seeded
 
 import stag_hunt_env
-from stag_hunt_env import StagHuntConfig, StagHuntEnv, StagHuntGymEnv, StagHuntParallelEnv, check_seats, equal_means_p
+from stag_hunt_env import (
+    Count,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    SeatFlags,
+    StagHuntConfig,
+    StagHuntEnv,
+    StagHuntGymEnv,
+    StagHuntParallelEnv,
+    Whole,
+    check_ranges,
+    command_line,
+    early_flags,
+    parse,
+    seats_table,
+)
 
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -25,7 +43,7 @@ def actions(shape=(3, 4), fill=4, dtype=torch.int64):
 BAD_CONFIGS = [  # fields, and what the error must name
     ({"height": 2, "width": 2}, ["9", "4"]),
     ({"height": 3, "width": 3, "num_players": 8, "num_hares": 1}, ["10", "9"]),
-    ({"height": 0}, ["0x4"]),
+    ({"height": 0}, ["--height must be >= 1, not 0"]),
     ({"num_players": 1}, ["1"]),
     ({"num_players": 9}, ["9"]),
     ({"num_stags": -1}, ["-1"]),
@@ -36,7 +54,10 @@ BAD_CONFIGS = [  # fields, and what the error must name
     ({"strengths": (1, 2, 3, float("nan"))}, ["nan"]),
     ({"strengths": (1, 2, 3, float("inf"))}, ["inf"]),
     ({"stag_reward": float("nan")}, ["nan"]),
+    ({"time_reward": float("-inf")}, ["--time-reward must be finite, not -inf"]),
     ({"max_wall_pieces": -1}, ["-1"]),
+    ({"max_wall_pieces": 17}, ["17", "4x4"]),
+    ({"max_wall_pieces": 10**9}, ["4x4"]),
     ({"steps_after_first_hunt": -1}, ["-1"]),
 ]
 BAD_CALLS = [
@@ -55,12 +76,14 @@ BAD_CALLS = [
     (lambda env: StagHuntEnv(num_envs=0), ["0"]),
     (lambda env: StagHuntEnv(num_envs=-5), ["-5"]),
     (lambda env: StagHuntEnv(device="teapot"), ["teapot"]),
-    (lambda env: check_seats(["random"] * 3, 4), ["3", "4"]),
-    (lambda env: check_seats(["random", "randon"], 2), ["randon", "nearest_stag"]),
+    (lambda env: seats_table(["random"] * 3, 4), ["3", "4"]),
+    (lambda env: seats_table(["random", "randon"], 2), ["randon", "nearest_stag"]),
     (lambda env: StagHuntGymEnv(seats=("random",) * 4), ["1", "0"]),
     (lambda env: StagHuntGymEnv(seats=("learner", "learner", "random", "random")), ["1", "2"]),
     (lambda env: StagHuntGymEnv(seats=("learner", "random")), ["2", "4"]),
     (lambda env: StagHuntGymEnv(seats=("learner", "random", "random", "somebody")), ["somebody"]),
+    (lambda env: StagHuntGymEnv(seats="learner,mixed,random,random"), ["mixed"]),
+    (lambda env: StagHuntGymEnv(seats="learner,random,random,switching"), ["switching"]),
     (lambda env: StagHuntGymEnv(render_mode="human"), ["human"]),
     (lambda env: StagHuntGymEnv().step(4), ["reset"]),
     (lambda env: StagHuntParallelEnv().step({}), ["reset"]),
@@ -90,7 +113,7 @@ def test_bad_calls_are_refused(call, words):
 
 
 @pytest.mark.parametrize("bad", [7, -1])
-def test_wrappers_refuse_actions_out_of_range(bad):
+def test_faces_refuse_actions_out_of_range(bad):
     parallel, single = StagHuntParallelEnv(), gymnasium.make("StagHunt-v0").unwrapped
     parallel.reset(seed=1)
     single.reset(seed=1)
@@ -103,7 +126,9 @@ def test_wrappers_refuse_actions_out_of_range(bad):
 def test_integer_actions_of_any_width_mean_the_same(dtype):
     env = StagHuntEnv(num_envs=50, seed=1)
     acts = torch.randint(7, (50, 4), generator=seeded(2))
-    for ours, expected in zip(env.transition(env.state, acts.to(dtype))[1:], env.transition(env.state, acts)[1:], strict=True):
+    for ours, expected in zip(
+        env.transition(env.state, acts.to(dtype))[1:], env.transition(env.state, acts)[1:], strict=True
+    ):
         assert torch.equal(ours, expected)
 
 
@@ -114,76 +139,162 @@ def run_cli(*arguments):
 
 
 BAD_COMMANDS = [
-    (["--num-players", 9], ["9"]),
+    (["--num-players", 9], ["--num-players must be 2 to 8, not 9"]),
     (["--height", 2, "--width", 2], ["9", "4"]),
     (["--seats", "random,random"], ["2", "4"]),
     (["--seats", "a,b,c,d"], ["'a'", "random"]),
-    (["--benchmark", "--boards", "4by4"], ["4by4"]),
+    (["--seats", "learner,random,random,random"], ["learner"]),
     (["--nonsense"], ["--nonsense"]),
-    (["--benchmark", "--device", "cpu", "--batch-sizes", 200000], ["200000"]),
     (["--height", "four"], ["--height", "four"]),
-    (["--fps", 0], ["0"]),
-    (["--gif", "nowhere/game.gif"], ["nowhere"]),
-    (["--audit", "--audit-games", 1], ["100", "1"]),
-    pytest.param(["--audit", "--device", "cuda"], ["cuda"], marks=no_cuda),
+    (["--height"], ["--height"]),
+    (["--seed", -1], ["--seed must be >= 0, not -1"]),
 ]
 
 
 @pytest.mark.parametrize("arguments, words", BAD_COMMANDS)
-def test_bad_commands_end_with_one_line_and_code_2(arguments, words):
-    result = run_cli(*arguments)
-    assert result.returncode == 2, result
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and all(word in lines[0] for word in words), result.stderr
+def test_bad_commands_end_with_one_line_and_code_2(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["stag_hunt_env.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        command_line(stag_hunt_env.parse_args, stag_hunt_env.main)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words) and not printed.out, line
 
 
-def test_play_does_not_mind_the_boards_of_the_benchmark():
-    result = run_cli("--play", "--height", 6, "--num-players", 8, "--num-hares", 10, "--seats", ",".join(["nearest_hare"] * 8))
-    assert result.returncode == 0, result.stderr
+def test_a_gif_that_cannot_be_written_ends_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["stag_hunt_env.py", "--gif", "nowhere/game.gif", "--final-time", "1"])
+    with pytest.raises(SystemExit) as stop:
+        command_line(stag_hunt_env.parse_args, stag_hunt_env.main)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and line.startswith("error: ") and "nowhere" in line
 
 
-def test_play_writes_a_gif(tmp_path):
+@pytest.mark.parametrize("error, code", [(ValueError, 2), (OSError, 2), (FloatingPointError, 1)])
+def test_errors_of_a_program_end_with_one_line(error, code, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def main(args):
+        raise error(f"not {args}")
+
+    with pytest.raises(SystemExit) as stop:
+        command_line(lambda words: "this", main)
+    assert stop.value.code == code and capsys.readouterr().err == "error: not this\n"
+    with pytest.raises(SystemExit) as stop:  # an exit of the program's own is left alone
+        command_line(lambda words: 3, sys.exit)
+    assert stop.value.code == 3 and capsys.readouterr().err == ""
+    assert command_line(lambda words: words, lambda words: {"words": words}) == {"words": []}
+
+
+def test_a_game_is_shown_and_written_to_a_gif(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    result = run_cli("--play", "--gif", tmp_path / "game.gif", "--seed", 3)
+    result = run_cli("--gif", tmp_path / "game.gif", "--seed", 3, "--num-players", 5, "--height", 5, "--final-time", 9)
     assert result.returncode == 0, result.stderr
-    assert "t=0/35" in result.stdout and "S" in result.stdout
+    assert "t=0/9" in result.stdout and "S" in result.stdout
     with image.open(tmp_path / "game.gif") as gif:
-        assert gif.n_frames > 1
+        assert gif.n_frames > 1 and gif.size[0] == 4 * 108
 
 
-def test_audit_passes_a_fair_game_and_fails_an_unfair_one():
-    fair = run_cli("--audit", "--audit-games", 2000)
-    assert fair.returncode == 0, fair.stdout + fair.stderr
-    unfair = run_cli("--audit", "--audit-games", 1000, "--final-time", 15, "--strengths", 1, 1, 1, 9)
-    assert unfair.returncode == 1, unfair.stdout + unfair.stderr
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags of any script
 
 
-@pytest.mark.parametrize("seats", [2, 4])
-def test_equal_means_p(seats):
-    """Uniform when all seats are equal, though seats of one game depend on each other; tiny when one is favoured."""
-    generator, values = seeded(3), []
-    for _ in range(400):
-        shared = torch.rand(500, 1, generator=generator, dtype=torch.float64)
-        own = torch.rand(500, seats, generator=generator, dtype=torch.float64)
-        values.append(equal_means_p(shared + own - own.mean(1, keepdim=True) * 0.5))
-    assert chi_square_p(torch.histc(torch.tensor(values), 10, 0, 1)) > 1e-3
-    own[:, 1] += 0.2
-    assert equal_means_p(own) < 1e-6
-    assert equal_means_p(torch.ones(100, seats, dtype=torch.float64)) == 1.0
+@dataclasses.dataclass
+class RunArgs:
+    method: str = "plain"
+    """how to learn"""
+    num_envs: Count = 8
+    """games at once"""
+    log: bool = True
+    """write a log"""
 
 
-@pytest.mark.parametrize(("games", "seats"), [(10, 4), (6, 3)])
-def test_equal_means_p_of_few_games(games, seats):
-    generator = seeded(5)
-    values = []
-    for _ in range(1000):
-        shared = torch.randn(games, 1, generator=generator, dtype=torch.float64)
-        values.append(equal_means_p(shared + torch.randn(games, seats, generator=generator, dtype=torch.float64)))
-    values = torch.tensor(values)
-    assert chi_square_p(torch.histc(values, 10, 0, 1)) > 1e-3
-    assert (values < 0.05).float().mean() < 0.075, "the chi-square limit is three to five times too sure of itself"
+@dataclasses.dataclass
+class PPOArgs:
+    gamma: Fraction = 0.99
+    """discount"""
+    learning_rate: Positive = 1e-3
+    """step size"""
+    horizon: Count | None = None
+    """steps (None: all)"""
+    ent_coef: NonNegative = 0.0
+    """weight of the entropy"""
+    offset: Finite = -1.0
+    """added to the reward"""
+    eps: Whole = 0
+    """annealed"""
 
 
-def test_the_examples_in_the_manual():
-    result = doctest.testmod(stag_hunt_env)
-    assert result.attempted > 0 and result.failed == 0
+@dataclasses.dataclass
+class TestArgs(RunArgs, SeatFlags, PPOArgs):
+    __test__ = False
+    config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
+
+
+GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": SeatFlags, "ppo": PPOArgs}
+INF, NAN = math.inf, math.nan
+RANGES = [  # field, what it must be, wrong, right
+    ("num_envs", ">= 1", (0, -1, INF, NAN), (1, 10**9)),
+    ("gamma", "0 to 1", (-0.1, 1.1, INF, NAN), (0, 1, 0.5)),
+    ("learning_rate", "> 0", (0, -1e-9, INF, NAN), (1e-30, 5)),
+    ("horizon", ">= 1", (0, -3, NAN), (1, None)),
+    ("ent_coef", ">= 0", (-1e-9, INF, NAN), (0, 3.5)),
+    ("offset", "finite", (INF, -INF, NAN), (-1e9, 0)),
+    ("eps", ">= 0", (-1, INF, NAN), (0, 7)),
+]
+
+
+@pytest.mark.parametrize("name, text, wrong, right", RANGES)
+def test_ranges(name, text, wrong, right):
+    for value in right:
+        check_ranges(TestArgs(**{name: value}))
+    for value in wrong:
+        refused(lambda value=value: check_ranges(TestArgs(**{name: value})), [f"must be {text}, not {value}"])
+        refused(lambda value=value: check_ranges(TestArgs(**{name: value})), [f"--{name.replace('_', '-')} "])
+
+
+def read(words, **defaults):
+    return parse(TestArgs, GROUPS, TestArgs(**defaults), words.split())
+
+
+def test_flags_are_flat_and_start_from_the_defaults_that_are_given():
+    board = StagHuntConfig(height=5, num_stags=2)
+    assert read("") == TestArgs() and read("", gamma=0.5, config=board) == TestArgs(gamma=0.5, config=board)
+    args = read("--num-envs 3 --no-log --gamma=0.9 --width 7 --horizon 4 --seats learner,mixed", config=board)
+    config = dataclasses.replace(board, width=7)
+    expected = TestArgs(num_envs=3, log=False, gamma=0.9, config=config, horizon=4, seats="learner,mixed")
+    assert args == expected and type(args) is TestArgs
+    assert read("--log", log=False).log and read("--prosocial").config.prosocial
+    assert read("--horizon None", horizon=3).horizon is None
+    assert read("--strengths 1 2 3 4").config.strengths == (1, 2, 3, 4)
+
+
+def test_help_shows_groups_and_true_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help", gamma=0.25, config=StagHuntConfig(height=6))
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code in (0, None)
+    assert [text.index(f"{name} options") for name in GROUPS] == sorted(
+        text.index(f"{name} options") for name in GROUPS
+    )
+    for part in ("discount (default: 0.25)", "rows of the board (default: 6)", "--log, --no-log", "--population STR"):
+        assert part in text, part
+    assert "ppo." not in text and "game." not in text
+
+
+@pytest.mark.parametrize("words", ["--nonsense 3", "--num-envs three", "--num-envs", "--log 3", "--height 0", "3"])
+def test_wrong_flags_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        read(words)
+    assert stop.value.code == 2
+
+
+def test_early_flags():
+    assert early_flags([], method="a", run_dir="b") == {"method": "a", "run_dir": "b"}
+    words = ["--method=x", "--other", "3", "--run-dir", "y", "--flag"]
+    assert early_flags(words, method="a", run_dir="b") == {"method": "x", "run_dir": "y"}
+    assert early_flags(["--run_dir", "z", "--methods", "m", "--help"], method="a", run_dir="b") == {
+        "method": "a",
+        "run_dir": "z",
+    }
+    assert early_flags(["--method"], method="a") == {"method": "a"}  # left for `parse` to refuse

@@ -1,17 +1,24 @@
-"""On a GPU the game is the same game: as on the CPU, in a CUDA graph, and compiled; and a step never waits for the host."""
+"""On a GPU: the same game as on the CPU, captured and compiled too; the same training; no step waits for the host."""
+
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import mixed_actions, random_kinds, seeded
+from helpers import TINY_FLAGS, lines_of, mixed_actions, random_kinds, same_tree, seeded, without_times
 
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, StagHuntConfig, StagHuntEnv, State
+import hopplus_ppo as hop
+from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, Seats, StagHuntConfig, StagHuntEnv, State, sample
 
 pytestmark = pytest.mark.cuda
 
 CONFIGS = [
     StagHuntConfig(final_time=6),
-    StagHuntConfig(height=3, width=5, num_players=3, final_time=5, strengths=(1, 2, 3), time_reward=-0.125, permute_ids=True),
-    StagHuntConfig(height=6, width=4, num_stags=2, max_wall_pieces=2, final_time=9, prosocial=True, steps_after_first_hunt=2),
+    StagHuntConfig(
+        height=3, width=5, num_players=3, final_time=5, strengths=(1, 2, 3), time_reward=-0.125, permute_ids=True
+    ),
+    StagHuntConfig(
+        height=6, width=4, num_stags=2, max_wall_pieces=2, final_time=9, prosocial=True, steps_after_first_hunt=2
+    ),
 ]
 GAMES, STEPS = 256, 25
 
@@ -134,3 +141,117 @@ def test_actions_on_the_wrong_device_are_refused():
     env = StagHuntEnv(CONFIGS[1], GAMES, "cuda")
     with pytest.raises(ValueError, match="cuda"):
         env.step(_all(4).cpu())
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
+def test_seats_never_wait_for_the_host_and_can_be_captured(config):
+    env = StagHuntEnv(config, GAMES, "cuda", seed=1)
+    tables = [["learner", "mixed", "switching", "first_stag"], ["mixed", "learner", "waiting", "learner"]]
+    seats = Seats(env, tables, redraw=0.5, remember=True)
+    learner_probs = torch.full((3, GAMES // 2, 7), 1 / 7, device="cuda")
+
+    def step():
+        actions = sample(seats.action_probs(env.state, learner_probs))
+        seats.posterior_probs()
+        seats.oracle_id()
+        _, _, present_before, done = env.step(actions)
+        seats.update(actions, present_before, done)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(env.generator)
+    with torch.cuda.graph(graph):
+        step()
+    before = seats.kinds.clone()
+    for _ in range(40):
+        graph.replay()
+    changed = (seats.kinds != before).view(2, -1, 4).any(1)
+    assert changed.tolist() == [[False, True, True, False], [True, False, False, False]]
+    torch.testing.assert_close(seats.posterior().sum(2), torch.ones(GAMES, 4, device="cuda"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hopplus_ppo.py
+
+
+def run(run_dir, method, **changes):
+    """-> what main returned, the state that was saved, what was logged"""
+    flags = {**TINY_FLAGS, "run_dir": str(run_dir), "total_timesteps": 6 * 32, "subgoal_period": 2, **changes}
+    final = hop.main(hop.make_args(method, "cuda", **flags))
+    checkpoint = Path(final["checkpoint"])
+    state = torch.load(checkpoint, weights_only=True)["states"][0]
+    return final, state, without_times(lines_of(checkpoint.parent))
+
+
+@pytest.mark.parametrize(("method", "precision"), [("ppo", "tf32"), ("hopplus", "tf32"), ("hopplus", "bf16")])
+def test_captured_iterations_equal_eager_ones(method, precision, tmp_path):
+    found = [run(tmp_path / str(use), method, precision=precision, cudagraphs=use) for use in (False, True)]
+    for part, value in found[0][1].items():
+        assert same_tree(value, found[1][1][part]), part
+    assert found[0][2] == found[1][2] and len(found[0][2]) == 6
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+@pytest.mark.parametrize(("changes", "rel"), [({"compile": True}, 1e-3), ({"precision": "bf16"}, 0.1)])
+def test_compiled_and_bf16_iterations_are_close(method, changes, rel, tmp_path):
+    """After one iteration of 4 minibatches; compiled, the games are the same"""
+    plain, fast = (
+        run(tmp_path / str(number), method, **{"precision": "fp32", "total_timesteps": 32, **flags})[0]
+        for number, flags in enumerate(({}, changes))
+    )
+    assert fast["charts/episodic_return"] == plain["charts/episodic_return"] or rel > 0.01
+    for key in ("losses/value_loss", "losses/entropy"):
+        assert fast[key] == pytest.approx(plain[key], rel=rel, abs=1e-5), key
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
+    _, whole, lines = run(tmp_path / "whole", method, save_seconds=0.0)
+    save, calls = hop.save_checkpoint, []
+
+    def killed_at_the_fourth(path, content):
+        calls.append(path)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        save(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+        run(tmp_path / "killed", method, save_seconds=0.0)
+    (checkpoint,) = (tmp_path / "killed").glob("*/checkpoint.pt")
+    hop.main(hop.make_args("ppo", "cuda", resume=str(checkpoint)))
+    resumed = torch.load(checkpoint, weights_only=True)["states"][0]
+    for part, value in whole.items():
+        assert same_tree(value, resumed[part]), part
+    assert without_times(lines_of(checkpoint.parent)) == lines
+    with pytest.raises(ValueError, match="on cuda only"):
+        hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint)))
+
+
+HOSTLESS = [("ppo", {}), ("hopplus", {}), ("hopplus", {"seats": "learner,mixed,switching", "wm_ensemble": 2})]
+
+
+@pytest.mark.parametrize(("method", "changes"), HOSTLESS)
+def test_an_iteration_never_waits_for_the_host(method, changes):
+    args = hop.make_args(method, "cuda", **{**TINY_FLAGS, "offline_ratio": 0.0, **changes})
+    table = hop.seats_table(args.seats, 3)
+    state = hop.make_train_state(args, [table], [1], torch.device("cuda", 0))
+    train = state.networks.moa is not None
+    for _ in range(2):
+        hop.train_iteration(state, method == "hopplus", train)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hop.train_iteration(state, method == "hopplus", train)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,79 +1,324 @@
-"""The commands in README, docs and docstrings (those at the beginning of a line) are ones that the scripts understand."""
+"""README, docs and docstrings tell the truth: commands parse, flags and metrics exist, the edits train."""
 
+import functools
+import importlib.util
 import re
 import shlex
+import sys
+import tempfile
+import unittest.mock
 from pathlib import Path
 
 import pytest
-from helpers import TINY
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
-from stag_hunt_env import parse
+from stag_hunt_env import StagHuntConfig, parse
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {
-    "stag_hunt_env.py": stag_hunt_env.Args,
-    "pretrain_world_model.py": pretrain_world_model.Args,
-    "pretrain_vae.py": pretrain_vae.Args,
-    "hopplus_ppo.py": hopplus_ppo.Args,
-    "hopplus_mcts.py": hopplus_mcts.Args,
+sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
+sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "evaluation"))
+
+import adapt
+import cross_play
+import dashboard
+import evaluate
+import experiments
+import game
+import search
+import speed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(stag_hunt_env.__file__).resolve().parent
+TRAINING = {"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts}
+MODULES = {
+    **TRAINING,
+    **{"stag_hunt_env.py": stag_hunt_env, "pretrain_vae.py": pretrain_vae},
+    **{"pretrain_world_model.py": pretrain_world_model, "evaluation/evaluate.py": evaluate},
+    **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "benchmarks/dashboard.py": dashboard},
+    **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
+    "benchmarks/speed.py": speed,
 }
-TEXTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *(ROOT / name for name in SCRIPTS)]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--transitions", "--help"}
+TINY = {  # flags for runs of a second
+    "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
+    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0, "policy_hidden": 16},
+    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "wm_hidden": 16},
+    **{"wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
+    **{"imagination_horizon": 4, "trust_exact_match": 0.0, "subgoal_period": 1},
+}
 
 
-def commands():
+# ---------------------------------------------------------------------------------------------------------------------
+# The edits
+
+
+def edits(page: str) -> dict[str, str]:
+    """Name of the copy -> its diff"""
+    found = re.findall(r"```diff\n--- \S+\n\+\+\+ (\S+)\.py\n(.*?)```", (ROOT / page).read_text(), re.S)
+    return dict(found)
+
+
+def apply_edit(script: str, diff: str) -> str:
+    for hunk in re.split(r"^@@.*@@\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert script.count(before) == 1, f"stands {script.count(before)} times in the script:\n{before}"
+        script = script.replace(before, after)
+    return script
+
+
+@functools.cache
+def edited(name: str):
+    """The edited copy as a module"""
+    folder = Path(tempfile.mkdtemp())
+    path = folder / f"{name}.py"
+    path.write_text(apply_edit((ROOT / "hopplus_ppo.py").read_text(), edits("docs/editing.md").get(name, "")))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_four_edits():
+    assert edits("docs/editing.md").keys() == {"my_cnn", "my_reward", "my_world_model", "my_ablation"}
+    assert edits("README.md").items() <= edits("docs/editing.md").items()
+
+
+def check_cnn(script, state, metrics):
+    first = state.networks.policy.params["actor.conv.0.weight"]
+    assert first.shape[:3] == (3, 32, 6) and first.grad.abs().sum() > 0
+
+
+def check_reward(script, state, metrics):
+    board = torch.zeros(4, 1, 6, 3, 4, dtype=torch.uint8)
+    board[:3, 0, 0, 0, 0] = 1  # the learner in a corner, in the last game gone
+    for game_number, (row, column) in enumerate([(1, 1), (0, 2), (0, 0), (0, 0)]):
+        board[game_number, 0, 2, row, column] = 1
+    shaped = script.shape_reward(state.args, state.args.config, torch.ones(4, 1), board, None)
+    assert shaped.flatten().tolist() == [11, 1, 11, 1]
+    assert min(metrics["real/reward_mean"], metrics["imagined/reward_mean"]) > 2 > metrics["charts/episodic_return"]
+
+
+def check_world_model(script, state, metrics):
+    assert state.networks.world.params["trunk.weight"].grad.abs().sum() > 0 and "wm/payoff_match/1" in metrics
+
+
+def check_ablation(script, state, metrics):
+    batch = script.train_iteration(state, False, False)["imagined"]
+    assert set(batch["weight"].flatten().tolist()) <= {0.0, 1.0, 0.5, 0.25, 0.125} and (batch["weight"] == 0.25).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "check"),
+    [
+        ("my_cnn", {}, check_cnn),
+        ("my_reward", {"company_bonus": 10.0}, check_reward),
+        ("my_world_model", {}, check_world_model),
+        ("my_ablation", {"depth_discount": 0.5}, check_ablation),
+    ],
+)
+def test_the_edit_trains(name, changes, check, tmp_path, monkeypatch):
+    diff = edits("docs/editing.md")[name]
+    assert sum(line[:1] in ("+", "-") for line in diff.splitlines()) <= 30
+    script, states = edited(name), []
+    made = script.make_train_state
+    monkeypatch.setattr(
+        script, "make_train_state", lambda *given, **rest: states.append(made(*given, **rest)) or states[-1]
+    )
+    args = script.make_args("hopplus", "cpu", **TINY, **changes, run_dir=str(tmp_path))
+    metrics = script.main(args)
+    folder = Path(metrics["checkpoint"]).parent
+    assert folder.name.startswith(f"{name}__3x4"), "runs of a copy have its own name"
+    check(script, states[0], metrics)
+    monkeypatch.setattr(evaluate, "film", lambda *_: None)
+    words = [str(folder), "--script", script.__file__, "--games", "4", "--device", "cpu"]
+    assert evaluate.main(evaluate.parse_args(words)).keys() == {f"return/player_{i}" for i in range(3)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands and flags
+
+
+def command_lines():
+    """Every line of code in a page or in a docstring"""
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"```bash\n(.*?)```", text, re.S):
+            yield from block.replace("\\\n", " ").splitlines()
+        yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    for script in MODULES:
+        docstring = (ROOT / script).read_text().split('"""')[1]
+        yield from re.findall(r"^    (.*)", docstring.replace("\\\n", " "), re.M)
+
+
+def commands() -> list[tuple[str, ...]]:
     found = set()
-    for path in TEXTS:
-        for line in path.read_text().splitlines():
-            for command in re.findall(r"(?:python|torchrun)[^`#&|]*?(\w+\.py[^`#&|]*)", line):
-                script, *flags = shlex.split(command.replace("'", ""))
-                if script in SCRIPTS and line.strip().startswith(("python", "torchrun", ".venv", "`python", "CUDA", "nohup")):
-                    found.add((script, *flags))
+    launched = r"(?:^|(?:python3?|torchrun) (?:-[^ ]+ (?:[^ -][^ ]* )?)*)([\w/]+\.py(?:\s[^#&|;<>]*)?)"
+    for line in command_lines():
+        for command in re.findall(launched, line.strip()):
+            words = shlex.split(re.sub(r"[\[\]]|\.\.\.", "", command))
+            if line.count("python") or line.count("torchrun") or len(words) > 1:  # else only a file's name
+                found.add(tuple(words))
     return sorted(found)
 
 
+def parse_command(script: str, words: list[str]):
+    if script == "benchmarks/speed.py":
+        return parse(speed.Args, {"speed": speed.Args}, speed.Args(), words)
+    module = edited(script[:-3]) if script.startswith("my_") else MODULES[script]
+    return module.parse_args(words)
+
+
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_the_command_is_understood(command):
-    script, *flags = command
-    if "--help" in flags:
+def test_the_command_is_understood(command, monkeypatch):
+    """Also the flags after --, which are another script's"""
+    script, *words = command
+    monkeypatch.setattr(evaluate, "load_run", lambda args, words, contract: None)  # there is no run
+    if "--help" in words:
         return
-    parse(SCRIPTS[script], flags)
-
-
-def test_the_ablation_of_the_readme_is_the_whole_edit(tmp_path, monkeypatch):
-    text = (ROOT / "README.md").read_text()
-    hunks = re.search(r"```diff\n.*?\n(@@.*?)```", text, re.S)[1].split("@@ @@\n")[1:]
-    script = (ROOT / "hopplus_ppo.py").read_text()
-    for hunk in hunks:
-        lines = hunk.splitlines(keepends=True)
-        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-        assert script.count(before) == 1, before
-        script = script.replace(before, after)
-    (tmp_path / "my_ablation.py").write_text(script)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import my_ablation
-
-    for name in ("draw_pictures", "film"):
-        monkeypatch.setattr(my_ablation, name, lambda *_: None)
-    seen, improve = [], my_ablation.improve
-    monkeypatch.setattr(my_ablation, "improve", lambda a, p, o, batch, g: (seen.append(batch), improve(a, p, o, batch, g))[1])
-    flags = {**TINY, "total_steps": 32, "run_dir": str(tmp_path / "runs"), "depth_discount": 0.5}
-    my_ablation.main(my_ablation.Args(**flags))
-    weights = seen[0]["weight"][seen[0]["real"] == 0]
-    assert set(weights.tolist()) <= {0.0, 1.0, 0.5, 0.25, 0.125} and (weights == 0.25).any()
+    parse_command(script, words)
+    if "--" in words:
+        other = hopplus_ppo if script == "benchmarks/experiments.py" else hopplus_mcts
+        other.parse_args(words[words.index("--") + 1 :])
 
 
 def test_there_are_many_commands():
-    assert len(commands()) > 40
+    assert len(commands()) > 60 and {command[0] for command in commands()} >= MODULES.keys()
 
 
-def test_switches_that_may_be_none():
-    args = parse(hopplus_ppo.Args, ["--no-imagination", "--inter-episode-belief", "--seed", "3"])
-    assert args.imagination is False and args.inter_episode_belief is True and args.seed == 3
-    args = parse(hopplus_ppo.Args, ["--imagination", "False", "--no-trust", "--height", "8", "--imagination"])
-    assert args.imagination is True and args.trust is False and args.config.height == 8
-    assert parse(hopplus_ppo.Args, []).imagination is None
+def known_flags() -> set[str]:
+    """As --help names them"""
+    found = set(FOREIGN)
+    for script in (*MODULES, "my_ablation.py", "my_reward.py"):
+        module = edited(script[:-3]) if script.startswith("my_") else MODULES[script]
+        kinds = [module.Args, StagHuntConfig]
+        for field in (field for kind in kinds for field in kind.__dataclass_fields__.values()):
+            name = field.name.replace("_", "-")
+            found |= {f"--{name}", f"--no-{name}"} if field.type is bool else {f"--{name}"}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_exists(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))
+    assert named <= known_flags(), sorted(named - known_flags())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+@functools.cache
+def logged(script: str) -> dict[str, set[str]]:
+    """What a tiny run of a script logs: {"scalars": tags, "images": tags, "histograms": tags}"""
+    with tempfile.TemporaryDirectory() as folder:
+        if script in TRAINING:
+            changes = {"num_simulations": 2} if script == "hopplus_mcts.py" else {}
+            method = "hopplus-mcts" if changes else "hopplus"
+            flags = TINY | changes | {"num_pictures": 1, "log_details": True, "run_dir": folder}
+            MODULES[script].main(MODULES[script].make_args(method, "cpu", **flags))
+        else:
+            small = {
+                "pretrain_vae.py": "--num-samples 50 --epochs 1 --subgoal-hidden 8",
+                "pretrain_world_model.py": "--num-transitions 50 --num-updates 2 --wm-hidden 16 --wm-ensemble 2",
+            }[script]
+            words = f"{small} --held-out-games 8 --log-details --device cpu --run-dir {folder}".split()
+            with unittest.mock.patch.object(MODULES[script], "draw_pictures"):
+                MODULES[script].main(MODULES[script].parse_args(words))
+        events = EventAccumulator(str(next(Path(folder).iterdir())))
+        events.Reload()
+        return {kind: set(events.Tags()[kind]) for kind in ("scalars", "images", "histograms")}
+
+
+def matches(documented: str, tag: str) -> bool:
+    """`wm/exact_match/k` stands for all k; so do a (action), c (plane), e (event) and i (player)"""
+    return re.fullmatch(re.sub(r"(?<=[/_])[aceik]$", r"\\w+", documented), tag) is not None
+
+
+def metric_table(page: str, heading: str) -> set[str]:
+    """Tags in the first column of the table under a heading"""
+    part = (ROOT / page).read_text().split(f"\n{heading}\n", 1)[1]
+    rows = re.search(r"(?:^\|.*\n)+", part, re.M)[0].splitlines()[2:]
+    return {tag for row in rows for tag in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_the_tables_of_metrics_are_complete(script):
+    details = MODULES[script].DETAILS
+    tables = [metric_table("docs/hopplus_ppo.md", "## Logged metrics")]
+    hidden = metric_table("docs/hopplus_ppo.md", "### With `--log-details`")
+    if script == "hopplus_mcts.py":
+        tables.append(metric_table("docs/hopplus_mcts.md", "## Logged metrics"))
+    shown, tags = set.union(*tables), logged(script)["scalars"]
+    assert all(details.match(tag.replace("/k", "/2")) for tag in hidden) and not any(map(details.match, shown))
+    for tag in sorted(tags - {"final_return"}):
+        table = hidden if details.match(tag) else shown
+        assert any(matches(documented, tag) for documented in table), f"{tag} is logged, but not documented"
+    for documented in shown | hidden:
+        silent = documented.startswith("imagined/") and script == "hopplus_mcts.py"  # it does not imagine
+        silent |= documented.startswith("per_agent/imagined") and script == "hopplus_mcts.py"
+        found = any(matches(documented, tag) for tag in tags)
+        assert found or silent, f"{documented} is documented, but not logged"
+
+
+@pytest.mark.parametrize(
+    ("script", "heading"),
+    [
+        ("pretrain_vae.py", "### Metrics of MOA and the VAE"),
+        ("pretrain_world_model.py", "### Metrics of the world model"),
+    ],
+)
+def test_the_tables_of_pretraining_are_complete(script, heading):
+    def short(tags):  # one table for the same metrics of several predictors, and at the end of a run
+        return {re.sub(r"^(moa_prior|moa/bayes|moa/ceiling)/", "moa/", tag.replace("wm_final/", "wm/")) for tag in tags}
+
+    table, tags = short(metric_table("docs/pretraining.md", heading)), short(logged(script)["scalars"])
+    assert {tag for tag in tags if not any(matches(documented, tag) for documented in table)} == set()
+    assert {documented for documented in table if not any(matches(documented, tag) for tag in tags)} == set()
+
+
+def test_every_metric_that_a_page_names_exists():
+    tags = set()
+    for script in (*TRAINING, "pretrain_vae.py", "pretrain_world_model.py"):
+        tags |= set.union(*logged(script).values())
+    tags |= {tag[: tag.rindex("/") + 1] for tag in tags if "/" in tag}  # a whole group
+    groups = {tag.split("/")[0] for tag in tags if "/" in tag}
+    for page in PAGES:
+        named = set(re.findall(r"`(\w+/[\w/]*)`", page.read_text()))
+        missing = {tag for tag in named if tag.split("/")[0] in groups and not any(matches(tag, t) for t in tags)}
+        assert not missing, f"{page.name} names {sorted(missing)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+def test_the_example_of_the_readme_runs(capsys):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    exec(example.replace("4096", "16"), {})
+    assert "tensor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_can_be_read(page):
+    """Links lead somewhere, and lines of prose fit on a screen"""
+    text = page.read_text()
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+    long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!["))]
+    assert not long, long[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_stands_in_a_script(page):
+    sources = "".join((ROOT / script).read_text() for script in MODULES)
+    names = set(re.findall(r"`([A-Za-z]+_\w+|[A-Z][a-z]+[A-Z]\w+)`", page.read_text()))
+    assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()

@@ -22,8 +22,9 @@ from helpers import (
 )
 
 from stag_hunt_env import StagHuntConfig as Config
-from stag_hunt_env import StagHuntEnv, State
+from stag_hunt_env import StagHuntEnv, State, copy_nested_
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EVERYONE_LEFT, TIME_UP, FIRST_HUNT = "everyone left", "time up", "steps after the first hunt"
 LONE_STAG, STAG, HARE_SHARED, TRIO, TWO_CATCHES = (
     "one on a stag",
@@ -43,23 +44,23 @@ CASES = {  # name: config, and what must have happened in its games besides ALWA
     "wide": (Config(height=3, width=7, num_players=5, num_stags=2, num_hares=3, final_time=20), {STAG, TRIO}),
     "one row": (Config(height=1, width=9, num_players=3, num_stags=2, num_hares=2), {STAG, HARE_SHARED}),
     "one column": (Config(height=8, width=1, num_players=2, num_stags=1, num_hares=2), {STAG}),
-    "8 players": (Config(height=5, width=6, num_players=8, num_stags=3, num_hares=3), {TRIO, TWO_CATCHES, STAG, HARE_SHARED}),
+    "8 players": (Config(5, 6, num_players=8, num_stags=3, num_hares=3), {TRIO, TWO_CATCHES, STAG, HARE_SHARED}),
     "8 on a stag": (Config(height=3, width=3, num_players=8, num_hares=0), {TRIO, TIME_UP}),
     "2 players": (Config(height=4, width=5, num_players=2, num_stags=1, num_hares=3), {EVERYONE_LEFT, LONE_STAG}),
     "no hares": (Config(num_hares=0, final_time=9), {STAG, TRIO, TIME_UP}),
     "no stags": (Config(num_stags=0), {HARE_SHARED, EVERYONE_LEFT, TWO_CATCHES}),
     "no prey": (Config(height=2, width=3, num_players=3, num_stags=0, num_hares=0, final_time=5), {TIME_UP}),
     "full board": (Config(height=2, width=4, num_players=4, num_stags=1, num_hares=3), {TRIO, GHOST}),
-    "crowded": (Config(height=2, width=3, num_players=4, num_stags=1, num_hares=1), {TRIO, TWO_CATCHES, HARE_SHARED, STAG}),
+    "crowded": (Config(2, 3, num_players=4, num_stags=1, num_hares=1), {TWO_CATCHES, HARE_SHARED, STAG}),
     "strengths": (Config(strengths=(1, 2, 3, 0.5)), {TRIO, STAG, HARE_SHARED}),
-    "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5), time_reward=-0.125), {TRIO}),
+    "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5), time_reward=-0.125), {STAG}),
     "prosocial": (Config(height=3, width=5, num_players=3, prosocial=True, time_reward=-0.125), {STAG, TWO_CATCHES}),
     "prosocial 7": (Config(4, 5, num_players=7, num_stags=2, prosocial=True, strengths=(1, 2, 3, 4, 5, 6, 7)), {TRIO}),
     "time reward": (Config(time_reward=-0.01, final_time=10), {TIME_UP, STAG, HARE_SHARED}),
     "other values": (Config(stag_reward=7, hare_reward=-3, num_players=6, height=5), {STAG, HARE_SHARED}),
     "end at first hunt": (Config(steps_after_first_hunt=0, time_reward=0.25), {FIRST_HUNT, TWO_CATCHES}),
-    "end after first hunt": (Config(steps_after_first_hunt=3, num_players=6, height=5), {FIRST_HUNT, EVERYONE_LEFT, GHOST}),
-    "end after first hunt, prosocial": (Config(steps_after_first_hunt=3, prosocial=True, final_time=6), {FIRST_HUNT, TIME_UP}),
+    "end after first hunt": (Config(5, num_players=6, steps_after_first_hunt=3), {FIRST_HUNT, EVERYONE_LEFT, GHOST}),
+    "prosocial early end": (Config(steps_after_first_hunt=3, prosocial=True, final_time=6), {FIRST_HUNT, TIME_UP}),
     "permuted": (Config(height=3, width=4, permute_ids=True, strengths=(4, 3, 2, 1)), {STAG, TRIO}),
     "one step": (Config(height=2, width=5, final_time=1), {TIME_UP}),
     "walls": (Config(height=6, width=7, max_wall_pieces=3), {STAG, TIME_UP}),
@@ -93,7 +94,9 @@ def note_end(config, game, seen):
     k = config.steps_after_first_hunt
     seen[EVERYONE_LEFT] += not any(game.present)
     seen[TIME_UP] += game.time >= config.final_time
-    seen[FIRST_HUNT] += k is not None and any(game.present) and game.first_hunt >= 0 and game.time - game.first_hunt == k
+    seen[FIRST_HUNT] += (
+        k is not None and any(game.present) and game.first_hunt >= 0 and game.time - game.first_hunt == k
+    )
 
 
 def play_step(config, games, actions, seen):
@@ -143,14 +146,24 @@ def test_transition_is_the_plain_game(name, request):
             if not results[1].any():  # nobody acted: every game had ended before
                 break
     missing = sorted(event for event in expected if not seen[event])
-    assert not missing or quota < 100_000 // len(CASES), f"never happened: {missing}; happened: {dict(seen)}"
+    assert not missing or quota < 40_000 // len(CASES), f"never happened: {missing}; happened: {dict(seen)}"
 
 
 @pytest.mark.parametrize(
-    "name", ["4h1s", "tall", "8 players", "strengths", "prosocial", "end after first hunt", "walls, 8 divides"]
+    "name",
+    [
+        "4h1s",
+        "tall",
+        "8 players",
+        "strengths",
+        "strengths of 3",
+        "prosocial",
+        "end after first hunt",
+        "walls, 8 divides",
+    ],
 )
 def test_transition_from_any_state(name):
-    """Search and imagination start from states that play does not reach: someone who left stands on living prey, say."""
+    """Search and imagination start from states that play does not reach: who left stands on living prey, say."""
     config, generator = CONFIGS[name], seeded(20)
     env = StagHuntEnv(config, 300, seed=21)
     deal = env.initial_state()
@@ -159,6 +172,7 @@ def test_transition_from_any_state(name):
         return torch.rand(like.shape, generator=generator) < share
 
     on_prey = deal.prey_position.gather(1, torch.randint(config.num_prey, deal.position.shape, generator=generator))
+    on_prey = torch.where(torch.arange(300)[:, None] % 2 == 0, deal.prey_position[:, :1], on_prey)  # or all on one
     time = torch.randint(config.final_time + 1, (300,), generator=generator, dtype=torch.int32)
     state = deal._replace(
         position=torch.where(chance(0.7, on_prey), on_prey, deal.position),
@@ -172,8 +186,22 @@ def test_transition_from_any_state(name):
     hunts = torch.randint(5, 7, deal.position.shape, generator=generator)
     actions = torch.where(chance(0.8, hunts), hunts, torch.randint(7, hunts.shape, generator=generator))
     after, *results = env.transition(state, actions)
-    assert_same_step(results, play_step(config, games, actions, Counter()))
+    seen = Counter()
+    assert_same_step(results, play_step(config, games, actions, seen))
     assert_same_view(env, after, games)
+    assert seen[STAG] and seen[TRIO]
+
+
+def test_a_worked_example():
+    """Player 0 stands at the stag, on cell 1 of four, and hunts in vain until player 1 has walked past the hare."""
+    env = StagHuntEnv(Config(height=1, width=4, num_players=2, num_hares=1), num_envs=1)
+    cells = torch.tensor([[1, 3], [1, 2], [0, -1]], dtype=torch.int32)
+    yes, no_walls = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.uint8)
+    state, found = State(cells[:1], yes, cells[1:2], yes, no_walls, cells[2, :1], cells[2, 1:]), []
+    for actions in ([5, 2], [5, 2], [5, 5]):  # hunt and walk, hunt and walk, hunt together
+        state, reward, _, done = env.transition(state, torch.tensor([actions]))
+        found.append((state.position[0].tolist(), reward[0].tolist(), done.tolist()))
+    assert found == [([1, 2], [0, 0], [False]), ([1, 1], [0, 0], [False]), ([1, 1], [5, 5], [True])]
 
 
 def test_every_setting_is_covered():
@@ -193,6 +221,7 @@ def test_step_with_automatic_reset(name):
     returns, final_return = torch.zeros(2, 32, config.num_players)
     final_state, final_planes = state_of(config, games), planes_of(config, games)
     final_length, episodes = torch.zeros(32, dtype=torch.int32), 0
+    prey, final_prey = torch.zeros(2, 32, config.num_players, dtype=torch.int64)
     kinds = random_kinds(env, generator)
     for _ in range(3 * config.final_time):
         actions = mixed_actions(env, env.state, kinds, 0.2, generator)
@@ -206,19 +235,28 @@ def test_step_with_automatic_reset(name):
         returns += reward
         final_return, returns = torch.where(ended, returns, final_return), torch.where(ended, 0.0, returns)
         final_length = torch.where(done, last.time, final_length)
+        prey = torch.where(acted & ~last.present, actions, prey)  # what a player hunted in the step in which it left
+        final_prey, prey = torch.where(ended, prey, final_prey), torch.where(ended, 0, prey)
         final_planes = torch.where(ended[..., None, None, None], last_planes, final_planes)
         final_state = State(
             *(torch.where(done if x.dim() == 1 else ended, x, y) for x, y in zip(last, final_state, strict=True))
         )
         assert_same_state(env.final_state, final_state)
         assert_same("final_observation", env.final_observation(), final_planes)
-        for field, value in (("final_return", final_return), ("final_length", final_length), ("episode_return", returns)):
+        for field, value in (
+            ("final_return", final_return),
+            ("final_length", final_length),
+            ("episode_return", returns),
+            ("final_prey", final_prey),
+        ):
             assert_same(field, getattr(env, field), value)
 
         for b, new in enumerate(games_of(env.state)):
             if done[b]:
                 assert new.time == 0 and new.first_hunt == -1 and all(new.present) and all(new.alive)
-                assert len({*new.position, *new.prey, *new.walls}) == config.num_players + config.num_prey + len(new.walls)
+                assert len({*new.position, *new.prey, *new.walls}) == config.num_players + config.num_prey + len(
+                    new.walls
+                )
                 games[b] = new
         assert_same_view(env, env.state, games)
         assert_same("observation", observation, planes_of(config, games))
@@ -266,7 +304,7 @@ def test_same_seed_same_games():
     def run(env, start):
         generator, history = seeded(8), [start]
         kinds = random_kinds(env, generator)
-        for _ in range(100):
+        for _ in range(20):
             history.extend(x.clone() for x in env.step(mixed_actions(env, env.state, kinds, 0.3, generator)))
         return [*history, *(x.clone() for x in (*env.state, *env.final_state, env.final_return, env.final_length))]
 
@@ -292,3 +330,56 @@ def test_initial_state_of_a_seed():
     assert not torch.equal(deal.position, c.initial_state().position)
     assert not torch.equal(deal.position, a.initial_state().position)
     assert a.initial_state(5).position.shape == (5, 4)
+
+
+def test_a_loaded_state_plays_on_bit_for_bit():
+    config = CONFIGS["walls, 8 divides"]
+    env, other = StagHuntEnv(config, 16, seed=9), StagHuntEnv(config, 16, seed=10)
+    actions = torch.randint(7, (80, 16, 3), generator=seeded(1))
+    for acts in actions[:40]:
+        env.step(acts)
+    saved = {name: x.clone() for name, x in env.state_dict().items()}
+    places = {name: x.data_ptr() for name, x in other.state_dict().items() if name != "generator"}
+    other.load_state_dict(saved)
+    assert places == {name: x.data_ptr() for name, x in other.state_dict().items() if name != "generator"}, "in place"
+    for acts in actions[40:]:
+        for ours, expected in zip(other.step(acts), env.step(acts), strict=True):
+            assert torch.equal(ours, expected)
+        left, right = env.state_dict(), other.state_dict()
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert any(not torch.equal(saved[name], x) for name, x in env.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["state.position", "final_return", "generator"])
+def test_a_state_that_does_not_fit_is_refused_whole(name):
+    env = StagHuntEnv(CONFIGS["tall"], 4, seed=1)
+    other = {key: x.clone() for key, x in StagHuntEnv(CONFIGS["tall"], 4, seed=2).state_dict().items()}
+    before = {key: x.clone() for key, x in env.state_dict().items()}
+    for bad in (
+        {k: x for k, x in other.items() if k != name},
+        {**other, name: other[name][:1]},
+        {**other, name: other[name].double()},
+    ):
+        with pytest.raises(ValueError, match=name) as caught:
+            env.load_state_dict(bad)
+        assert "\n" not in str(caught.value)
+        assert all(torch.equal(x, before[key]) for key, x in env.state_dict().items())
+
+
+def test_nested_tensors_are_copied_in_place():
+    kept = {"a": {0: torch.zeros(2), 1: torch.zeros(3, dtype=torch.int64)}, "b": torch.zeros(1)}
+    saved = {"a": {0: torch.ones(2), 1: torch.ones(3, dtype=torch.int64)}, "b": torch.ones(1), "more": None}
+    first = kept["a"][0]
+    wrong = [
+        ({**saved, "b": None}, "b is missing"),
+        ({**saved, "a": {0: torch.ones(2)}}, r"a\.1 is missing"),
+        ({**saved, "a": {**saved["a"], 1: torch.ones(3)}}, r"a\.1 was saved as torch.float32 \[3\]"),
+    ]
+    for bad, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            copy_nested_(kept, bad)
+        with pytest.raises(ValueError, match=rf"^replay\.{words}"):
+            copy_nested_(kept, bad, "replay")
+        assert (first == 0).all() and (kept["b"] == 0).all(), "nothing is changed"
+    copy_nested_(kept, saved)
+    assert kept["a"][0] is first and (first == 1).all() and (kept["a"][1] == 1).all() and (kept["b"] == 1).all()

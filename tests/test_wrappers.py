@@ -1,6 +1,5 @@
 """The PettingZoo and Gymnasium wrappers, and the pictures."""
 
-import re
 import time
 import warnings
 
@@ -17,6 +16,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 from stag_hunt_env import (
     PLAYER_PROBS,
+    POPULATION,
     StagHuntConfig,
     StagHuntEnv,
     StagHuntGymEnv,
@@ -32,7 +32,9 @@ CONFIGS = [
     StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=1, final_time=15, time_reward=-0.125),
     StagHuntConfig(height=6, width=4, num_players=8, max_wall_pieces=2, permute_ids=True, prosocial=True),
     StagHuntConfig(height=2, width=4, num_players=3, steps_after_first_hunt=1),
-    StagHuntConfig(height=5, width=3, num_players=3, num_stags=3, num_hares=1, strengths=(1.0, 2.5, 0.5), hare_reward=2),
+    StagHuntConfig(
+        height=5, width=3, num_players=3, num_stags=3, num_hares=1, strengths=(1.0, 2.5, 0.5), hare_reward=2
+    ),
     StagHuntConfig(height=6, width=7, num_stags=2, num_hares=0, max_wall_pieces=4, steps_after_first_hunt=0),
     StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2, prosocial=True, time_reward=-0.5),
     StagHuntConfig(
@@ -43,7 +45,7 @@ SEATS = ("nearest_hare", "learner", "nearest_stag")
 
 
 def parallel_game(env, rng, seed=None):
-    """A whole game of random actions, most of them legal: [(observations, rewards, terminations, truncations, infos)]"""
+    """A whole game of random actions, most of them legal: [(observations, rewards, ends, truncations, infos)]"""
     observations, infos = env.reset(seed=seed)
     history = [(observations, {}, {}, {}, infos)]
     while env.agents:
@@ -73,8 +75,8 @@ def equal(a, b):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_pettingzoo_checks(config, capsys):
-    parallel_api_test(StagHuntParallelEnv(config), num_cycles=300)
-    parallel_seed_test(lambda: StagHuntParallelEnv(config), num_cycles=60)
+    parallel_api_test(StagHuntParallelEnv(config), num_cycles=150)
+    parallel_seed_test(lambda: StagHuntParallelEnv(config), num_cycles=40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_state_space(StagHuntParallelEnv(config))
@@ -95,18 +97,20 @@ def batch(states):
 
 def some_actions(env, rng):
     """{agent: action}, most of them after prey, so that games get somewhere, and some illegal"""
-    env.seats = tuple(rng.choice(list(PLAYER_PROBS), len(env.seats), p=(0.2, 0.4, 0.4)))  # asked for advice only
-    return {agent: env._choose(i) if rng.random() < 0.8 else int(rng.integers(7)) for agent, i in env.seat.items()}
+    names = rng.choice(POPULATION, len(env.seats), p=(0.2, 0.4, 0.4))
+    return {
+        agent: env._choose(i, names[i]) if rng.random() < 0.8 else int(rng.integers(7)) for agent, i in env.seat.items()
+    }
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_one_game_is_the_batched_game(config):
-    """Each step of 60 games: rewards, ends, the state after it, what everyone sees and the legal actions."""
+    """Each step of 16 games: rewards, ends, the state after it, what everyone sees and the legal actions."""
     env, core, rng, steps = StagHuntParallelEnv(config), StagHuntEnv(config), np.random.default_rng(1), []
     n, agents = config.num_players, [f"player_{i}" for i in range(config.num_players)]
     assert env.possible_agents == agents
     seen = []
-    for game in range(60):
+    for game in range(16):
         observations, infos = env.reset(seed=None if game % 2 else game)
         while True:
             state = env._batch()
@@ -151,16 +155,15 @@ def test_rule_based_players_are_the_batched_ones(config):
             self.options = options
             return rng.choice(options)
 
-    rng, core, found = np.random.default_rng(2), StagHuntEnv(config), {name: [] for name in PLAYER_PROBS}
+    rng, core, found = np.random.default_rng(2), StagHuntEnv(config), {name: [] for name in POPULATION}
     env = StagHuntParallelEnv(config)
-    for game in range(40):
+    for game in range(8):
         env.reset(seed=game)
         env.random = spy = Spy()
         while env.agents:
             for name, kept in found.items():
                 i = int(rng.integers(config.num_players))
-                env.seats = (name,) * config.num_players
-                assert env._choose(i) in spy.options
+                assert env._choose(i, name) in spy.options
                 kept.append((env._batch(), i, spy.options))
             env.step(some_actions(env, rng))
     for name, kept in found.items():
@@ -219,34 +222,34 @@ def test_masks_are_there_for_those_who_ask():
             observation, info = env.reset()
 
 
-def test_the_game_is_set_by_config_dict_or_keywords():
+def test_the_game_is_set_by_config_or_keywords():
     config, seats = StagHuntConfig(height=5, width=3, num_players=2, num_hares=2), ("random", "learner")
     ways = [
         {"config": config},
-        {"config": {**vars(config)}},
         vars(config),
+        {"config": dict(vars(config))},
+        {"config": {**vars(config), "height": 9}, "height": 5},
         {"config": StagHuntConfig(4, 3, 2), **vars(config)},
     ]
     for way in ways:
         assert StagHuntParallelEnv(**way).config == config
         for named in (seats, list(seats), "random,learner"):
             env = gymnasium.make("StagHunt-v0", seats=named, **way).unwrapped
-            assert env.parallel_env.config == config and env.parallel_env.seats == seats
+            assert env.parallel_env.config == config and tuple(env.parallel_env.seats) == seats
             assert env.reset(seed=1)[0]["observation"].shape == (5, 5, 3)
-    for wrong in ({"heigth": 5}, {"config": {"heigth": 5}}):
-        for make in (StagHuntParallelEnv, StagHuntGymEnv, lambda **kw: gymnasium.make("StagHunt-v0", **kw)):
-            with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'"):
-                make(**wrong)
+    for make in (StagHuntParallelEnv, StagHuntGymEnv, lambda **kw: gymnasium.make("StagHunt-v0", **kw)):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'"):
+            make(heigth=5)
     with pytest.raises(ValueError, match="too little room"):
         StagHuntGymEnv(height=2)
 
 
 @pytest.mark.parametrize("make", [StagHuntParallelEnv, StagHuntGymEnv])
-@pytest.mark.parametrize("mode", ["ansi", "rgb_array", None])
+@pytest.mark.parametrize("mode", ["ansi", "rgb_array"])
 def test_no_picture_before_a_game(make, mode):
-    with pytest.raises(ValueError, match="call reset before render"):
+    with pytest.raises(ValueError, match="call reset"):
         make(render_mode=mode).render()
-    with pytest.raises(ValueError, match="call reset before state"):
+    with pytest.raises(ValueError, match="call reset"):
         StagHuntParallelEnv().state()
 
 
@@ -266,7 +269,9 @@ def test_a_thousand_steps_a_second_at_least(make):
     assert best > 1000
 
 
-@pytest.mark.parametrize("make, play", [(StagHuntParallelEnv, parallel_game), (lambda c: StagHuntGymEnv(c, SEATS), gym_game)])
+@pytest.mark.parametrize(
+    "make, play", [(StagHuntParallelEnv, parallel_game), (lambda c: StagHuntGymEnv(c, SEATS), gym_game)]
+)
 def test_same_seed_same_whole_games(make, play):
     config = CONFIGS[3]
 
@@ -321,16 +326,17 @@ def test_ansi_shows_everyone_and_all_prey():
     state = state._replace(position=crowd, present=torch.rand(20, 8, generator=env.generator) < 0.8)
     state = state._replace(prey_alive=torch.rand(20, 5, generator=env.generator) < 0.6)
     for game in range(20):
-        text = re.sub(r"\033\[[0-9;]*m", "", render_ansi(config, state, None, game))
-        board = text[: text.rindex("╯")]
-        lines = board.splitlines()
-        assert len({len(line) for line in lines[:-1]}) == 1, "a crooked frame"
+        *rows, below = render_ansi(config, state, None, game).splitlines()
+        board = "\n".join(rows)
+        assert below.startswith("t=0/35") and len({len(row) for row in rows}) == 1, "a crooked frame"
         assert [board.count(str(i)) for i in range(8)] == state.present[game].int().tolist()
-        assert board.count("S") == state.prey_alive[game, :2].sum() and board.count("h") == state.prey_alive[game, 2:].sum()
-        rows = [line for line in lines if line.startswith("│")]
+        assert (
+            board.count("S") == state.prey_alive[game, :2].sum()
+            and board.count("h") == state.prey_alive[game, 2:].sum()
+        )
         for i in state.present[game].nonzero().flatten().tolist():
             row, column = divmod(int(state.position[game, i]), 6)
-            assert str(i) in rows[row].strip("│").split("│")[column]
+            assert str(i) in rows[row].strip("|").split("|")[column]
         walls |= bool(state.walls[game].any())
     assert walls
 

@@ -1,0 +1,240 @@
+"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, and a GIF of six games.
+
+    python evaluation/evaluate.py runs/RUN                                   # in the seats of the training
+    python evaluation/evaluate.py runs/RUN --seats learner,nearest_stag,nearest_hare,random
+    python evaluation/evaluate.py runs/RUN --script my_copy.py -- --planner mcts   # an edited copy, flags of its own
+
+RUN is the run folder of any seed, or a checkpoint. What follows `--` are flags of the script, on top of the
+checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; who searches has the planner in the name.
+
+**The contract.** `evaluation/` loads the script that made the checkpoint, or an edited copy of it, which must keep:
+`Args`, `GROUPS`, `make_args`, `validate`, `load_checkpoint`, `make_train_state`, `TrainState`, `Networks`, `rollout`,
+`capture`; for `adapt.py` also `imagine`, `make_ppo_batch`, `real_samples`, `ppo_update`, `opponent_model_losses`,
+`train_opponent_models`, `measure_horizon`, `moa_metrics`, `train_iteration`, `make_optimizer`, `Transitions`,
+`history_decay`.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stag_hunt_env as game
+
+ROOT = Path(game.__file__).resolve().parent
+CONTRACT, FOR_ADAPT = (re.findall(r"`(\w+)`", part) for part in __doc__.split("must keep:")[1].split("for `adapt.py`"))
+
+
+class Run(NamedTuple):
+    path: Path  # of the checkpoint
+    checkpoint: dict
+    script: ModuleType
+    args: object  # the script's flags: the checkpoint's, changed by what stands after --
+    device: torch.device
+
+
+@dataclasses.dataclass
+class RunFlags:
+    path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PATH")]] = tyro.MISSING
+    """a checkpoint, or the run folder of any seed; after -- come flags of the script, for example -- --planner none"""
+    script: str | None = None
+    """load this script, such as an edited copy (None: the one that made the checkpoint)"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to play; auto: on the GPU if there is one"""
+    seed: game.Whole = 1
+    """seed of the games"""
+
+
+@dataclasses.dataclass
+class EvaluateFlags:
+    seats: str | None = None
+    """who sits where, one name a seat: learner, mixed, a player or a stranger (None: as in training)"""
+    games: game.Count = 1000
+    """games per seed of the run"""
+
+
+@dataclasses.dataclass
+class Args(RunFlags, EvaluateFlags):
+    path: str = tyro.MISSING
+    run: Run | None = None
+
+
+GROUPS = {"run": RunFlags, "evaluation": EvaluateFlags}
+
+
+def parse_args(words: list[str], args_type=Args, groups=GROUPS, contract=CONTRACT):
+    """Own flags, and the run that they name"""
+    end = words.index("--") if "--" in words else len(words)
+    args = game.parse(args_type, groups, args_type(), words[:end])
+    game.check_ranges(args)
+    args.run = load_run(args, words[end + 1 :], contract)
+    return args
+
+
+def load_run(args, words: list[str], contract: list[str]) -> Run:
+    """The checkpoint, its script, and its flags changed by `words`"""
+    path = Path(args.path)
+    if (path / "args.json").is_file():
+        named = path / json.loads((path / "args.json").read_text())["checkpoint"]
+        path = path / named.name if (path / named.name).is_file() else named.resolve()
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # only looked into
+        made_by, form = found["script"], found["format"]
+    except Exception as error:
+        raise ValueError(f"{path} is no checkpoint of a training script: {str(error).partition(chr(10))[0]}") from error
+    script = load_script(Path(args.script or ROOT / made_by["name"]), made_by, contract)
+    checkpoint = script.load_checkpoint(path, form)
+    for name, params in checkpoint["states"][0]["networks"].items():
+        if not all(p.isfinite().all() for p in params.values()):
+            raise ValueError(f"{path}: weights of {name} are not finite")
+    saved = checkpoint["args"] | {"config": game.StagHuntConfig(**checkpoint["args"]["config"]), "device": args.device}
+    known = saved.keys() & {field.name for field in dataclasses.fields(script.Args)}
+    if saved.keys() - known:
+        print(f"ignored, {script.__file__} has no such flags: {', '.join(sorted(saved.keys() - known))}")
+    flags = dataclasses.replace(script.make_args(saved["method"], args.device), **{name: saved[name] for name in known})
+    if words:
+        flags = game.parse(script.Args, script.GROUPS, flags, words)
+    script.validate(flags)
+    torch.backends.cuda.matmul.allow_tf32 = flags.precision != "fp32"
+    return Run(path, checkpoint, script, flags, game.resolve_device(args.device))
+
+
+def load_script(path: Path, made_by: dict, contract: list[str]) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no {path}; the checkpoint was made by {made_by['name']}: --script FILE")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != made_by["sha256"]:
+        print(f"{path} is not, or no longer, the {made_by['name']} that made the checkpoint")
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # where its dataclasses look for their module
+    spec.loader.exec_module(script)
+    missing = [name for name in contract if not hasattr(script, name)]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}")
+    return script
+
+
+def learner_index(checkpoint: dict, seed: int, seat: int) -> int:
+    """The number of the checkpoint's learner that sat there; with shared parameters one for all seats"""
+    saved = checkpoint["args"]
+    table = game.seats_table(saved["seats"], saved["config"]["num_players"])
+    if saved["share_parameters"]:
+        return seed
+    if table[seat] != "learner":
+        raise ValueError(f"seat {seat} was not a learner in this checkpoint (its --seats: {','.join(table)})")
+    return seed * table.count("learner") + table[:seat].count("learner")
+
+
+def load_agents(state, checkpoint: dict, index: list[int]) -> None:
+    """Gives learner m of `state` the networks of learner index[m] of the checkpoint."""
+    saved = checkpoint["states"][0]["networks"]
+    for name, network in ((name, network) for name, network in state.networks._asdict().items() if network is not None):
+        if name not in saved:
+            raise ValueError(f"the checkpoint has no {name} network (its --method: {checkpoint['args']['method']})")
+        members = state.args.wm_ensemble if name == "world" else 1
+        rows = (members * torch.tensor(index)[:, None] + torch.arange(members)).flatten()
+        network.load_state_dict({key: p[rows] for key, p in saved[name].items()})
+
+
+def make_state(run: Run, tables: list[list[str]], seeds: list[int], index: list[int], **changes):
+    """A TrainState in which the checkpoint's learners `index` [M] sit in the learner seats of `tables`"""
+    args = dataclasses.replace(run.args, compile=False, history_reset_prob=0.0, **changes)
+    state = run.script.make_train_state(args, tables, seeds, run.device)
+    load_agents(state, run.checkpoint, index)
+    return state
+
+
+def play(run: Run, s, num_steps: int):
+    return run.script.rollout(s.args, s.env, s.seats, s.networks, s.rollout_state, num_steps)
+
+
+def play_games(run: Run, state, each: int) -> dict[str, np.ndarray]:
+    """Sums [blocks, N] over the first `each` games of every place: short games do not count more often."""
+    played = torch.zeros(state.env.num_envs, dtype=torch.int64, device=run.device)
+    sums = defaultdict(float)
+    while int(played.min()) < each:
+        _, _, episodes = play(run, state, 8)
+        number = played + episodes["done"].cumsum(0)  # [T, B]
+        prey, counts = episodes["final_prey"], (episodes["done"] & (number <= each))[..., None]
+        found = {"games": counts.expand_as(prey), "return": counts * episodes["final_return"]}
+        found |= {"stag": counts & (prey == game.HUNT_STAG), "hare": counts & (prey == game.HUNT_HARE)}
+        for name, x in found.items():
+            sums[name] = sums[name] + x.double().unflatten(1, (state.seats.num_blocks, -1)).sum((0, 2)).cpu().numpy()
+        played = number[-1]
+    return dict(sums)
+
+
+def interval(values) -> tuple[float, float]:
+    """Mean and half width of its 95 % interval (Student's t)"""
+    values = np.asarray(values, np.float64)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
+    return float(values.mean()), float(half)
+
+
+def mean_text(mean: float, half: float) -> str:
+    return f"{mean:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+
+def write_csv(path: str | Path, rows: list) -> None:
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def film(run: Run, state, path: Path, games: int = 6) -> None:
+    """A GIF of the next games in the first place"""
+    env, seats, frames = state.env, state.seats, []
+    while games:
+        before, returns = game.copy_state(env.state), env.episode_return.clone()
+        names = ["learner" if kind < 0 else seats.names[kind] for kind in seats.kinds[0].tolist()]
+        transitions, _, episodes = play(run, state, 1)
+        actions = transitions.joint[0, 0, 0].roll(int(seats.learner_seat[0, 0]))  # from the learner's ego order
+        frames.append(game.render_rgb(env.config, before, returns, names=names, hunting=actions))
+        if episodes["done"][0, 0]:
+            frames += [game.render_rgb(env.config, env.final_state, env.final_return, names=names)] * 3
+            games -= 1
+    game.write_gif(str(path), frames)
+
+
+def main(args: Args) -> dict[str, float]:
+    """-> mean return of each seat"""
+    run, config = args.run, args.run.args.config
+    num_seeds, planner = run.checkpoint["args"]["num_seeds"], getattr(run.args, "planner", "none")
+    table = game.seats_table(args.seats or run.args.seats, config.num_players)
+    sitting = [seat for seat, name in enumerate(table) if name == "learner"]
+    if not sitting:
+        raise ValueError(f"--seats {args.seats}: no learner to evaluate")
+    each, changes = math.ceil(args.games / 256), {"seats": ",".join(table), "imagination": False}
+    places, seeds = math.ceil(args.games / each), list(range(args.seed, args.seed + num_seeds))
+    index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
+    state = make_state(run, [table] * num_seeds, seeds, index, num_envs=places, **changes)
+    sums = play_games(run, state, each)  # [S, N]
+    returns, stag, hare = (sums[key] / sums["games"] for key in ("return", "stag", "hare"))
+    title = f"evaluation_{'-'.join(table)}" + ("" if planner == "none" else f"_{planner}")
+    print(f"{config.setting}, {run.path}, frozen, planner {planner}; {places * each} games a seed, {num_seeds} seed(s)")
+    rows = [["seat", "player", "return", "half_width_95", "stag_share", "hare_share"]]
+    for i, name in enumerate(table):
+        rows.append([i, name, *interval(returns[:, i]), stag[:, i].mean(), hare[:, i].mean()])
+        print(f"seat {i} {name:<14} return {mean_text(*rows[-1][2:4])}   stag {rows[-1][4]:.2f} hare {rows[-1][5]:.2f}")
+    write_csv(run.path.parent / f"{title}.csv", rows)
+    state = make_state(run, [table], seeds[:1], index[: len(index) // num_seeds], num_envs=1, **changes)
+    film(run, state, run.path.parent / f"{title}.gif")
+    print(f"wrote {run.path.parent / title}.csv and .gif")
+    return {f"return/player_{i}": float(mean) for i, mean in enumerate(returns.mean(0))}
+
+
+if __name__ == "__main__":
+    game.command_line(parse_args, main)

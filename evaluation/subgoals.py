@@ -1,0 +1,122 @@
+"""What do the inferred subgoals tell? A probe and a picture, on fresh games of a checkpoint's learners.
+
+    python evaluation/subgoals.py runs/RUN
+    python evaluation/subgoals.py runs/RUN --seats learner,mixed,mixed,mixed
+
+A linear probe of g_j, fitted to every other place of games, says which prey co-player j will take in this game (stag,
+hare, nothing); beside it stands what always naming the most frequent prey would score. Beside the checkpoint:
+`subgoals_<seats>.csv`, accuracy by step of the game, and `.png`. What follows `--` are flags of the script.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import evaluate
+from evaluate import RunFlags, game, learner_index, make_state, play, write_csv
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PREY = {"nothing": "#9aa5b1", "stag": "#6e4623", "hare": "#3478c8"}  # and their colours
+
+
+@dataclasses.dataclass
+class SubgoalFlags:
+    seats: str | None = None
+    """who sits where (None: as in training)"""
+    games: game.Count = 256
+    """places at which games are played, per seed of the run"""
+
+
+@dataclasses.dataclass
+class Args(RunFlags, SubgoalFlags):
+    path: str = tyro.MISSING
+    run: evaluate.Run | None = None
+
+
+def parse_args(words: list[str]) -> Args:
+    return evaluate.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags})
+
+
+def collect(run, state) -> tuple[torch.Tensor, ...]:
+    """Games that began and ended meanwhile -> subgoals [n, D], prey taken [n], step of the game [n], place [n]"""
+    transitions, outputs, _ = play(run, state, 4 * state.env.config.final_time)
+    done, exited = transitions.done.int(), transitions.exited[..., 1:]
+    number = done.cumsum(1) - done  # [M, T, E] which game of its place
+    taken = torch.zeros(exited.shape, dtype=torch.int64, device=done.device)  # [M, T, E, K]
+    for k in range(int(number.max()) + 1):
+        own = (number == k)[..., None]
+        caught = torch.where(exited & own, transitions.joint[..., 1:].long() - game.STAY, 0).amax(1, keepdim=True)
+        taken = torch.where(own, caught, taken)
+    whole = (number > 0) & (number < done.sum(1, keepdim=True))
+    present = transitions.board[:, :, :, 1 : exited.shape[3] + 1].flatten(4).amax(4) > 0
+    counts = whole[..., None] & present
+    place = torch.arange(done.shape[2], device=done.device).view(1, 1, -1, 1).expand_as(taken)
+    goals = outputs["goals"].float().unflatten(3, (taken.shape[3], -1))
+    clock = transitions.time.long()[..., None].expand_as(taken)
+    return tuple(x[counts].cpu() for x in (goals, taken, clock, place))
+
+
+def probe_accuracy(goals, taken, place) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> is the probe right, for the samples of odd places; and which these are [n]"""
+    fit = place % 2 == 0
+    x = torch.cat([goals - goals[fit].mean(0), torch.ones(len(goals), 1)], 1).double()
+    weights = torch.linalg.pinv(x[fit]) @ F.one_hot(taken[fit], len(PREY)).double()
+    return ((x @ weights).argmax(1) == taken)[~fit], ~fit
+
+
+def main(args: Args) -> dict[str, float]:
+    run, config = args.run, args.run.args.config
+    if run.args.subgoals == "none":
+        raise ValueError(f"{run.path} reads no subgoals (--method {run.args.method})")
+    table = game.seats_table(args.seats or run.args.seats, config.num_players)
+    num_seeds = run.checkpoint["args"]["num_seeds"]
+    sitting = [seat for seat, name in enumerate(table) if name == "learner"]
+    index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
+    seeds = list(range(args.seed, args.seed + num_seeds))
+    changes = {"seats": ",".join(table), "imagination": False, "num_envs": args.games}
+    state = make_state(run, [table] * num_seeds, seeds, index, **changes)
+    goals, taken, clock, place = collect(run, state)
+    right, held_out = probe_accuracy(goals, taken, place)
+    right, clock, shown = right.numpy(), clock[held_out].numpy(), taken[held_out]
+    shares = F.one_hot(shown, len(PREY)).double().mean(0)
+    majority = float(shares.max())
+    steps, counts = np.unique(clock, return_counts=True)
+    accuracy = [float(right[clock == step].mean()) for step in steps]
+    print(f"{config.setting}, {run.path}: {len(right)} samples")
+    print(f"probe {right.mean():.3f}, always the most frequent prey {majority:.3f}")
+    title = run.path.parent / f"subgoals_{'-'.join(table)}"
+    write_csv(
+        f"{title}.csv", [["step", "accuracy", "samples"], *zip(steps.tolist(), accuracy, counts.tolist(), strict=True)]
+    )
+
+    figure, (scatter, curve) = plt.subplots(1, 2, figsize=(11, 4))
+    centred = goals - goals.mean(0)
+    spot = (centred @ torch.linalg.svd(centred, full_matrices=False)[2][:2].T).numpy()
+    for number, (name, colour) in enumerate(PREY.items()):
+        own = spot[(taken == number).numpy()]
+        scatter.scatter(*own[:1500].T, s=4, alpha=0.4, color=colour, label=f"{name} ({len(own)})")
+    scatter.set(title="subgoals on their two main axes, by the prey taken")
+    curve.plot(steps, accuracy, label=f"probe ({right.mean():.2f})")
+    curve.axhline(majority, ls="--", color="grey", label=f"most frequent prey ({majority:.2f})")
+    curve.bar(steps, 0.25 * counts / counts.max(), alpha=0.3, label=f"samples (highest: {counts.max()})")
+    curve.set(title="does g tell which prey?", xlabel="step of the game", ylabel="accuracy", ylim=(0, 1.02))
+    for axis in (scatter, curve):
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(f"{title}.png", dpi=100)
+    plt.close(figure)
+    print(f"wrote {title}.csv and .png")
+    return {"probe_accuracy": float(right.mean()), "majority": majority}
+
+
+if __name__ == "__main__":
+    game.command_line(parse_args, main)

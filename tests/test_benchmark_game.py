@@ -1,0 +1,74 @@
+"""benchmarks/game.py: the audit tells a fair game from an unfair one, and its test of equal means is exact."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import chi_square_p
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import game  # noqa: E402
+
+from stag_hunt_env import StagHuntConfig, StagHuntEnv  # noqa: E402
+
+
+def test_audit_passes_a_fair_game_and_fails_an_unfair_one():
+    fair = game.main(game.Args(audit=True, audit_games=200, device="cpu"))["audit"]
+    assert not fair["favoured"] and [row["players"] for row in fair["table"]] == [*game.AUDITED] * 2
+    command = [sys.executable, str(BENCHMARKS / "game.py"), "--audit", "--audit-games", "500", "--final-time", "15"]
+    result = subprocess.run([*command, "--strengths", "1", "1", "1", "9"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "A SEAT IS FAVOURED" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("games, seats", [(500, 2), (500, 4), (10, 4), (6, 3)])
+def test_equal_means_p(games, seats):
+    """Uniform when all seats are equal, though seats of one game depend on each other; tiny when one is favoured."""
+    rng = np.random.default_rng(3)
+    draws = [rng.normal(size=(games, 1)) + rng.normal(size=(games, seats)) for _ in range(1000)]
+    values = np.array([game.equal_means_p(returns) for returns in draws])
+    assert chi_square_p(np.histogram(values, 10, (0, 1))[0]) > 1e-3
+    assert (values < 0.05).mean() < 0.075, "the chi-square limit would be three to five times too sure of itself"
+    if games == 500:
+        assert game.equal_means_p(draws[0] + np.eye(seats)[1]) < 1e-6
+    assert game.equal_means_p(np.ones((100, seats))) == 1.0
+    assert game.equal_means_p(np.ones((100, seats)) * np.arange(seats)) == 0.0
+
+
+def test_random_actions_are_legal_and_uniform():
+    env = StagHuntEnv(num_envs=1, seed=2)
+    env.state.position[0, 0] = env.state.prey_position[0, 1]
+    uniform = torch.linspace(0, 1, 20_001)[:-1].view(-1, 1).expand(-1, 4)
+    legal = env.legal_actions(env.state)[0]
+    for k, seat in enumerate(legal):
+        counts = torch.bincount(
+            torch.stack([game.random_actions(env, u[None])[0, k] for u in uniform[::200]]), minlength=7
+        )
+        assert (counts[~seat] == 0).all() and (counts[seat] > 0).all()
+        assert counts[seat].max() - counts[seat].min() <= 1
+    largest = torch.nextafter(torch.ones(1, 4), torch.zeros(1, 4))
+    assert legal.gather(1, game.random_actions(env, largest)[0, :, None]).all()
+
+
+def test_speed(capsys):
+    table = game.main(game.Args(speed=True, batch_sizes=(8, 200_000), sides=(4, 5), device="cpu"))["speed"]["table"]
+    assert [(row["board"], row["games"]) for row in table] == [("4x4", 8), ("5x5", 8)]
+    assert all(row["env_steps_per_second"] > 0 for row in table)
+
+
+BAD = [
+    ({"speed": True, "sides": (2,)}, "too little room"),
+    ({"speed": True, "batch_sizes": (0,)}, "num_envs"),
+    ({"audit": True, "audit_games": 1}, "--audit-games"),
+    ({}, "--audit"),
+]
+
+
+@pytest.mark.parametrize("fields, word", BAD)
+def test_wrong_flags_are_refused(fields, word):
+    with pytest.raises(ValueError, match=word):
+        game.main(game.Args(**fields, device="cpu", config=StagHuntConfig()))

@@ -1,0 +1,679 @@
+"""What is done with a checkpoint: evaluate.py, adapt.py and cross_play.py, with the script that made it or a copy."""
+
+import csv
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hopplus_ppo
+import stag_hunt_env as game
+from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
+
+sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
+import adapt
+import cross_play
+import evaluate
+
+ROOT = Path(game.__file__).resolve().parent
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+TINY = {
+    **{"config": CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "policy_hidden": 16, "update_epochs": 2},
+    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "subgoal_period": 1},
+    **{"wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
+    **{"imagination_horizon": 4, "trust_exact_match": 0.0, "num_pictures": 0, "log_every": 1, "num_seeds": 2},
+}
+FAST = ["--steps", 32, "--every", 8, "--repetitions", 6, "--imagined-games", 4, "--rounds", 1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run of two seeds: its two folders"""
+    args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path_factory.mktemp("runs")))
+    first = Path(hopplus_ppo.main(args)["checkpoint"]).parent
+    (second,) = (folder for folder in first.parent.iterdir() if folder != first)
+    return first, second
+
+
+@pytest.fixture
+def folder(run, tmp_path):
+    """The run's first folder, a copy"""
+    return Path(shutil.copytree(run[0], tmp_path / "run"))
+
+
+FILM = evaluate.film
+
+
+@pytest.fixture(autouse=True)
+def no_film(monkeypatch):
+    monkeypatch.setattr(evaluate, "film", lambda run, state, path: path.touch())
+
+
+def edited(path, change, name="edited.pt"):
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, path.parent / name)
+    return path.parent / name
+
+
+def untrained(folder, method="ppo", stays=None, seed=1, change=None, **changes):
+    """A checkpoint of learners that act at random, or, where `stays` [M], do nothing but stay"""
+    args = hopplus_ppo.make_args(method, "cpu", **{**TINY, **changes}, seed=seed)
+    table = game.seats_table(args.seats, args.config.num_players)
+    seeds = list(range(seed, seed + args.num_seeds))
+    state = hopplus_ppo.make_train_state(args, [table] * args.num_seeds, seeds, torch.device("cpu"))
+    if stays is not None:
+        last = max(name for name in state.networks.policy.params if name.startswith("actor") and name.endswith("bias"))
+        for name, p in state.networks.policy.params.items():
+            p.data.zero_()
+            if name == last:
+                p.data[:, STAY] = 100.0 * torch.tensor(stays)
+    content = {"format": hopplus_ppo.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
+    content["script"] = {"name": "hopplus_ppo.py", "sha256": "of another version"}
+    folder.mkdir(exist_ok=True)
+    torch.save(content, folder / "checkpoint.pt")
+    return folder / "checkpoint.pt"
+
+
+def read(module, *words):
+    return module.parse_args([str(word) for word in words])
+
+
+def call(module, *words):
+    return module.main(read(module, *words))
+
+
+def table_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def watch(args, name, seen):
+    """Records the arguments and the result of each call of the script's function"""
+    function = getattr(args.run.script, name)
+
+    def watched(*given, **more):
+        found = function(*given, **more)
+        seen.append((given, found))
+        return found
+
+    setattr(args.run.script, name, watched)
+
+
+def weights(network):
+    return {name: p.clone() for name, p in network.state_dict().items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+SIGNATURES = {  # how evaluation/ calls them
+    "make_args": "method device",
+    "validate": "args",
+    "load_checkpoint": "path expected",
+    "make_train_state": "args tables seeds device",
+    "rollout": "args env seats networks rollout_state num_steps",
+    "capture": "function env use",
+    "imagine": "args env networks start mask horizon",
+    "make_ppo_batch": "args samples real",
+    "real_samples": "args config transitions outputs",
+    "ppo_update": "args policy optimizer batch",
+    "opponent_model_losses": "args env networks windows eps",
+    "train_opponent_models": "args env networks optimizer replay offline eps updates",
+    "measure_horizon": "args config networks transitions",
+    "moa_metrics": "args env seats networks transitions episodes",
+    "train_iteration": "state train_world train_opponents",
+    "make_optimizer": "params learning_rate",
+    "history_decay": "args",
+}
+
+
+@pytest.mark.parametrize("name", ["hopplus_ppo.py", "hopplus_mcts.py"])
+def test_the_scripts_keep_the_contract(name):
+    script = evaluate.load_script(ROOT / name, {"name": name, "sha256": ""}, evaluate.CONTRACT + evaluate.FOR_ADAPT)
+    others = {"Args", "GROUPS", "TrainState", "Networks", "Transitions"}
+    assert set(evaluate.CONTRACT + evaluate.FOR_ADAPT) == set(SIGNATURES) | others
+    for function, expected in SIGNATURES.items():
+        found = inspect.signature(getattr(script, function)).parameters.values()
+        asked = expected.split()
+        assert [p.name for p in found][: len(asked)] == asked, function
+        assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in list(found)[len(asked) :]), function
+    fields = {field.name for field in dataclasses.fields(script.Args)}
+    assert {"compile", "history_reset_prob", "imagination", "share_parameters", *adapt.LEARNING} <= fields
+
+
+def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
+    found = [call(evaluate, path, "--games", 12, "--seats", "learner,random,nearest_hare") for path in run]
+    assert (
+        found[0]
+        == found[1]
+        == call(evaluate, run[0] / "checkpoint.pt", "--games", 12, "--seats", "learner,random,nearest_hare")
+    )
+    written = {path.name for folder in run for path in folder.glob("evaluation_*")}
+    assert written == {f"evaluation_learner-random-nearest_hare.{kind}" for kind in ("csv", "gif")}
+    assert not list(run[1].glob("evaluation_*")), "beside the checkpoint"
+
+
+def test_learners_are_loaded_one_by_one(tmp_path):
+    """Each row of each network is another one; learner m gets row index[m], of world models the ensemble."""
+    path = untrained(tmp_path, "hopplus", wm_ensemble=2)
+    run = read(evaluate, path).run
+    index = [5, 0, 3]
+    state = evaluate.make_state(run, [["learner"] * 3], [7], index)
+    for name, network in state.networks._asdict().items():
+        saved = run.checkpoint["states"][0]["networks"][name]
+        rows = [2 * i + k for i in index for k in range(2)] if name == "world" else index
+        assert equal(network.state_dict(), {key: p[rows] for key, p in saved.items()}), name
+    first = run.checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"]
+    assert all((first[a] != first[b]).any() for a, b in itertools.combinations(range(6), 2))
+
+
+def test_the_learner_that_sat_there(tmp_path):
+    saved = {"seats": "random,learner,learner", "share_parameters": False, "config": {"num_players": 3}}
+    number = {(seed, seat): evaluate.learner_index({"args": saved}, seed, seat) for seed in (0, 1) for seat in (1, 2)}
+    assert number == {(0, 1): 0, (0, 2): 1, (1, 1): 2, (1, 2): 3}
+    with pytest.raises(ValueError, match=r"seat 0 was not a learner .* random,learner,learner"):
+        evaluate.learner_index({"args": saved}, 0, 0)
+    assert evaluate.learner_index({"args": {**saved, "share_parameters": True}}, 1, 0) == 1
+
+
+def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
+    text = (ROOT / "hopplus_ppo.py").read_text()
+    copy = tmp_path / "my_copy.py"
+    copy.write_text(text.replace("nn.ReLU()", "nn.Tanh()"))
+    assert copy.read_text() != text
+    here, there = (read(evaluate, folder, "--games", 40, *more) for more in ([], ["--script", copy]))
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
+    assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
+    assert evaluate.main(here) != evaluate.main(there), "tanh acts otherwise"
+    call(adapt, folder, "--script", copy, *FAST, "--seats", "learner,random,random", "--no-references")
+    (tmp_path / "lacks.py").write_text(text.replace("def capture(", "def catch("))
+    with pytest.raises(ValueError, match=r"lacks\.py has no capture$"):
+        read(evaluate, folder, "--script", tmp_path / "lacks.py")
+
+
+def test_flags_missing_unknown_and_after_the_dashes(folder, capsys):
+    def change(checkpoint):
+        del checkpoint["args"]["gamma"]
+        checkpoint["args"] |= {"long_gone": 3, "vf_coef": 0.125}
+
+    path = edited(folder / "checkpoint.pt", change)
+    args = read(evaluate, path).run.args
+    assert (args.gamma, args.vf_coef, args.policy_hidden) == (hopplus_ppo.make_args("hopplus", "cpu").gamma, 0.125, 16)
+    assert capsys.readouterr().out.splitlines() == [f"ignored, {ROOT / 'hopplus_ppo.py'} has no such flags: long_gone"]
+    args = read(evaluate, path, "--games", 3, "--", "--gamma", "0.5", "--no-anneal-lr")
+    assert (args.games, args.run.args.gamma, args.run.args.anneal_lr, args.run.args.vf_coef) == (3, 0.5, False, 0.125)
+
+
+def test_refused_in_one_line(folder, tmp_path):
+    def poison(checkpoint):
+        checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"][3].fill_(math.nan)
+
+    def made_elsewhere(checkpoint):
+        checkpoint["script"]["name"] = "their_copy.py"
+
+    path = folder / "checkpoint.pt"
+    (tmp_path / "cut.pt").write_bytes(path.read_bytes()[:500])
+    one_seed = untrained(tmp_path / "one", num_seeds=1)
+    seated = untrained(tmp_path / "seated", seats="learner,mixed,learner")
+    refused = [
+        (evaluate, [edited(path, poison)], r"edited\.pt: weights of policy are not finite"),
+        (evaluate, [edited(path, made_elsewhere, "other.pt")], "their_copy.py.*--script FILE"),
+        (evaluate, [tmp_path / "cut.pt"], "no checkpoint of a training script"),
+        (evaluate, [tmp_path / "missing.pt"], "missing.pt is no checkpoint"),
+        (evaluate, [tmp_path], "is no checkpoint of a training script"),
+        (evaluate, [path, "--games", 0], "--games must be >= 1"),
+        (evaluate, [path, "--seats", "random,random,random"], "no learner to evaluate"),
+        (evaluate, [path, "--seats", "learner,wolf,random"], "unknown player 'wolf'"),
+        (evaluate, [seated, "--seats", "random,learner,random"], "seat 1 was not a learner"),
+        (evaluate, [path, "--", "--height", 5], r"actor.0.weight .*\[6, 16, 104\].*\[6, 16, 152\]"),
+        (evaluate, [path, "--", "--gamma", 2], "--gamma must be 0 to 1"),
+        (adapt, [path], "has 3 co-players, this game has 2: use --seats"),
+        (adapt, [path, "--seats", "learner,mixed,random"], "one learner and named co-players"),
+        (adapt, [path, *FAST, "--every", 5, "--seats", "learner,random,random"], "multiple of --every"),
+        (adapt, [path, *FAST, "--every", 4, "--steps", 16, "--seats", "learner,random,random"], "a game of 6 steps"),
+        (
+            adapt,
+            [path, *FAST, "--seats", "learner,random,random", "--modes", "search"],
+            "--modes search: nobody searches",
+        ),
+        (cross_play, [one_seed], r"at least 2 seeds, .* has 1: train with --num-seeds"),
+        (cross_play, [seated], "learners in all seats, not learner,mixed,learner"),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for module, words, sentence in refused:
+        with pytest.raises(ValueError, match=sentence) as error:
+            call(module, *words)
+        assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_the_command_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adapt.py", str(folder / "checkpoint.pt"), "--", "--no-such-flag"])
+    with pytest.raises(SystemExit) as stop:
+        game.command_line(adapt.parse_args, adapt.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and "--no-such-flag" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluate.py
+
+
+@pytest.mark.parametrize("seats", ["learner,nearest_hare,mixed", "learner,learner,learner"])
+def test_the_first_games_of_each_place_count(seats, tmp_path):
+    """300 games a seed are two games in each of 150 places; whatever else ends there does not count."""
+    path = untrained(tmp_path, "ppo-omg", config=dataclasses.replace(CONFIG, steps_after_first_hunt=0))
+    args, seen = read(evaluate, path, "--games", 300, "--seats", seats), []
+    watch(args, "rollout", seen)
+    found = evaluate.main(args)
+    episodes = [episodes for (_, env, *_), (_, _, episodes) in seen if env.num_envs == 300]
+    done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "final_return", "final_prey"))
+    assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
+    rows = table_of(tmp_path / f"evaluation_{seats.replace(',', '-')}.csv")
+    assert [row["player"] for row in rows] == seats.split(",")
+    for seat, row in enumerate(rows):
+        means, stags = [], []
+        for places in (range(150), range(150, 300)):
+            ends = [(t, b) for b in places for t in done[:, b].nonzero().flatten().tolist()[:2]]
+            means.append(sum(float(returns[t, b, seat]) for t, b in ends) / 300)
+            stags.append(sum(int(prey[t, b, seat]) == 5 for t, b in ends) / 300)
+        half = 12.7062 * abs(means[0] - means[1]) / 2  # Student's t of two values
+        assert (
+            float(row["return"])
+            == pytest.approx(sum(means) / 2, rel=1e-5)
+            == pytest.approx(found[f"return/player_{seat}"])
+        )
+        assert float(row["half_width_95"]) == pytest.approx(half, rel=1e-3, abs=1e-9)
+        assert float(row["stag_share"]) == pytest.approx(sum(stags) / 2)
+
+
+def alone_among_stayers(seat, games=4000):
+    """Mean return, and its standard error, of one who acts at random while the others stay"""
+    env = StagHuntEnv(CONFIG, games, seed=9)
+    state, total = env.initial_state(), torch.zeros(games)
+    for _ in range(CONFIG.final_time):
+        actions = torch.full((games, 3), STAY)
+        actions[:, seat] = game.sample(game.random_probs(env, state, seat), env.generator)
+        state, reward, *_ = env.transition(state, actions)
+        total += reward[:, seat]
+    return float(total.mean()), float(total.std()) / math.sqrt(games)
+
+
+def test_everybody_sits_where_it_learned(tmp_path):
+    """Of seed 0 only the learner of seat 2 ever moves, of seed 1 nobody does."""
+    path = untrained(tmp_path, stays=[True, True, False, True, True, True])
+    found = call(evaluate, path, "--games", 512)
+    expected, error = alone_among_stayers(2)
+    assert expected > 0.15 and found["return/player_0"] == found["return/player_1"] == 0
+    assert abs(2 * found["return/player_2"] - expected) < 5 * error * math.sqrt(4000 / 512)
+    other = call(evaluate, path, "--games", 64, "--seats", "learner,waiting,noisy_hare")
+    assert other["return/player_0"] == other["return/player_1"] == 0 and other["return/player_2"] > 0.6
+    assert len(list(tmp_path.glob("evaluation_*.csv"))) == 2, "the second does not overwrite the first"
+
+
+def test_one_learner_for_all_seats_of_a_seed(tmp_path):
+    path = untrained(tmp_path, share_parameters=True, stays=[False, True])
+    found = call(evaluate, path, "--games", 300, "--seats", "learner,random,learner")
+    assert min(found["return/player_0"], found["return/player_2"]) > 0.05
+    only = call(evaluate, untrained(tmp_path, share_parameters=True, stays=[True, True]), "--games", 300)
+    assert set(only.values()) == {0.0}
+
+
+def test_the_gif_shows_who_does_what(tmp_path, monkeypatch):
+    frames, render = [], game.render_rgb
+
+    def watched(config, state, returns, names, hunting=None):
+        frames.append((int(state.time[0]), names, hunting))
+        return render(config, state, returns, names=names, hunting=hunting)
+
+    monkeypatch.setattr(evaluate, "film", FILM)
+    monkeypatch.setattr(evaluate.game, "render_rgb", watched)
+    path = untrained(tmp_path, stays=[True] * 6)
+    call(evaluate, path, "--games", 2, "--seats", "nearest_hare,learner,waiting")
+    shown = [(time, hunting.tolist()) for time, _, hunting in frames if hunting is not None]
+    assert all(names == ["nearest_hare", "learner", "waiting"] for _, names, _ in frames)
+    assert sum(time == 0 for time, _ in shown) == 6, "six games"
+    assert all(actions[1] == STAY and actions[2] < 5 for _, actions in shown)
+    assert sum(actions[0] == HUNT_HARE for _, actions in shown) == 6, "one catch a game"
+    assert (tmp_path / "evaluation_nearest_hare-learner-waiting.gif").stat().st_size > 1000
+
+
+def test_the_interval():
+    mean, half = evaluate.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3 and half == pytest.approx(2.77645 * math.sqrt(2.5 / 5), rel=1e-5)
+    assert evaluate.interval([4.0])[0] == 4 and math.isnan(evaluate.interval([4.0])[1])
+
+
+@pytest.mark.parametrize(("method", "words", "name"), [
+    ("hopplus", ["--planner", "mcts", "--num-simulations", "2"], "_mcts"), ("ppo", [], ""),
+])  # fmt: skip
+def test_a_run_without_search_is_evaluated_with_it(method, words, name, tmp_path):
+    path = untrained(tmp_path, method)
+    args = read(evaluate, path, "--games", 2, "--script", ROOT / "hopplus_mcts.py", "--", *words)
+    assert args.run.args.planner == (words[1] if words else "none") and args.run.args.policy_hidden == 16
+    assert all(0 <= value <= 5 for value in evaluate.main(args).values())
+    assert (tmp_path / f"evaluation_learner-learner-learner{name}.csv").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# adapt.py
+
+
+def test_the_sets():
+    class FourPlayers:
+        args = hopplus_ppo.make_args("ppo", "cpu")
+
+    sets = adapt.co_player_sets(adapt.Args(run=FourPlayers))
+    assert list(sets.items())[3] == ("NS + 2 NH", ("nearest_stag", "nearest_hare", "nearest_hare")) and len(sets) == 7
+    assert (
+        sets["NS + NH + random"] == ("nearest_stag", "nearest_hare", "random") and sets["3 random"] == ("random",) * 3
+    )
+    sets = adapt.co_player_sets(adapt.Args(run=FourPlayers, sets="strangers"))
+    assert len(sets) == 6 and sets["3 waiting"] == ("waiting",) * 3
+    assert sets["noisy NS + 2 noisy NH"] == ("noisy_stag", "noisy_hare", "noisy_hare")
+    assert sets["switching + waiting + random"] == ("switching", "waiting", "random")
+    for players in sets.values():
+        game.seats_table(["learner", *players], 4)
+
+
+def test_adaptation(folder, capsys):
+    args = read(adapt, folder, *FAST, "--seats", "learner,nearest_hare,random", "random,learner,nearest_stag",
+                "--best-response-steps", 16384)  # fmt: skip
+    states, rollouts = [], []
+    watch(args, "make_train_state", states)
+    watch(args, "rollout", rollouts)
+    found = adapt.main(args)
+    sets = ["nearest_hare + random", "nearest_stag + random"]
+    assert set(found) == {f"{m}/{key}" for m in ("random", "frozen", "learning", "best response") for key in sets}
+    assert all(0 <= value <= 5 for value in found.values())
+    for (_, tables, *_), _ in states[:3]:
+        assert len(tables) == 12
+        for r, table in enumerate(tables):
+            others = ["nearest_hare", "random"] if r < 6 else ["nearest_stag", "random"]
+            assert [table[(r + k) % 3] for k in range(3)] == ["learner", *others], "the learner sits in seat r mod N"
+    assert states[3][0][1] == [["learner", "nearest_hare", "random"], ["learner", "nearest_stag", "random"]]
+    saved = args.run.checkpoint["states"][0]["networks"]["policy"]
+    frozen = states[1][1].networks.policy.state_dict()
+    assert equal(frozen, {name: p[[0, 1, 2, 3, 4, 5] * 2] for name, p in saved.items()}), "every learner of both seeds"
+    assert not any(p.any() for p in states[0][1].networks.policy.state_dict().values())
+    _, (_, outputs, _) = rollouts[0]
+    legal = outputs["legal"]
+    torch.testing.assert_close(outputs["log_probs"].exp(), legal / legal.sum(-1, keepdim=True), msg="uniform")
+    _, (_, _, episodes) = rollouts[3 * 3 + 1]  # random, frozen, learning; the last of four rounds
+    for k, key in enumerate(sets):
+        done, returns = episodes["done"][:, 6 * k : 6 * k + 6], episodes["final_return"][:, 6 * k : 6 * k + 6]
+        scores = [float(returns[done[:, r], r, r % 3].mean()) for r in range(6)]
+        assert found[f"frozen/{key}"] == pytest.approx(sum(scores) / 6), "the last quarter"
+    title = "adaptation_learner-nearest_hare-random_random-learner-nearest_stag"
+    rows = table_of(folder / f"{title}.csv")
+    assert [row["co_players"] for row in rows] == sets and (folder / f"{title}.png").stat().st_size > 1000
+    for key, row in zip(sets, rows, strict=True):
+        low, high = found[f"random/{key}"], found[f"best response/{key}"]
+        assert float(row["learning mean"]) == pytest.approx(found[f"learning/{key}"])
+        assert float(row["frozen normalised"]) == pytest.approx((found[f"frozen/{key}"] - low) / (high - low))
+    points = table_of(folder / f"{title}_curve.csv")
+    assert [int(p["steps"]) for p in points][:4] == [8, 16, 24, 32] and len(points) == 3 * 2 * 4
+    said = capsys.readouterr().out
+    assert "2 set(s) of co-players x 6 repetitions x 32 steps, 4 rounds" in said and "minutes to go on cpu" in said
+
+
+def adaptation(path, learn, repetitions=2, **flags):
+    """The parts of an adaptation to one set"""
+    words = [path, *FAST, "--repetitions", repetitions, "--seats", "learner,random,nearest_hare"]
+    args = read(
+        adapt, *words, *(str(word) for pair in flags.items() for word in (f"--{pair[0].replace('_', '-')}", pair[1]))
+    )
+    tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
+    imagination = learn and "world" in args.run.checkpoint["states"][0]["networks"]
+    changes = {"num_envs": 1, "num_steps": args.every, "offline_ratio": 0.0, "imagination": imagination}
+    changes |= {"imagination_horizon": 6, "critic_data": "mixed", "replay_rollouts": 4}
+    state = evaluate.make_state(args.run, tables, [1], index, **changes)
+    boards = adapt.first_boards(args.run, index) if imagination else None
+    return args, state, lambda: adapt.adaptation_loop(args, args.run, state, boards, learn)
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+def test_what_was_earned_is_the_learners(method, run, tmp_path):
+    path = run[0] if method == "hopplus" else untrained(tmp_path)
+    args, state, loop = adaptation(path, learn=False, repetitions=6)
+    seen = []
+    watch(args, "rollout", seen)
+    before = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
+    curve = np.array([earned for earned, _ in loop()])  # [rounds, M, 2]
+    for number, (_, (_, _, episodes)) in enumerate(seen):
+        for m in range(6):
+            ends = episodes["done"][:, m].nonzero().flatten().tolist()
+            expected = sum(float(episodes["final_return"][t, m, m % 3]) for t in ends)
+            assert curve[number, m] == pytest.approx([expected, len(ends)])
+    assert curve.shape == (4, 6, 2) and curve[..., 1].sum() >= 24
+    after = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
+    assert all(equal(before[name], after[name]) for name in before), "frozen"
+
+
+def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
+    args, state, loop = adaptation(untrained(tmp_path), learn=True)
+    before, seen = weights(state.networks.policy), []
+    watch(args, "ppo_update", seen)
+    list(loop())
+    assert not any(torch.equal(p, before[name]) for name, p in state.networks.policy.state_dict().items())
+    assert len(seen) == 4 and all((given[3]["real"] == 1).all() and given[3]["real"].shape[1] == 8 for given, _ in seen)
+
+
+@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
+def test_a_learned_moa_is_used_where_it_predicted_better(better, tmp_path):
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), learn=True)
+    moa, script, calls, learned = state.networks.moa, args.run.script, [], []
+    before, inference = weights(moa), weights(state.networks.inference)
+    losses = script.opponent_model_losses
+    gain = torch.tensor([1.0 if b else -1.0 for b in better])
+
+    def judged(*given, **more):
+        if torch.is_grad_enabled():
+            return losses(*given, **more)
+        calls.append(weights(moa))
+        return {"moa": torch.full((2,), 2.0) - (len(calls) % 2 == 0) * gain}  # first the old MOA, then the new
+
+    train = script.train_opponent_models
+    script.opponent_model_losses = judged
+    script.train_opponent_models = lambda *given: (train(*given), learned.append(weights(moa)))[0]
+    *_, (_, metrics) = loop()
+    assert metrics["MOA changed"].tolist() == better and len(calls) == 8 and len(learned) == 4
+    assert all(equal(found, before) for found in calls[::2]), "the old one is always judged as it came"
+    assert equal(calls[1], before) and all(equal(calls[2 * k + 1], learned[k - 1]) for k in (1, 2, 3)), (
+        "learning goes on"
+    )
+    for name, p in moa.state_dict().items():
+        for m in range(2):
+            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
+    assert any((learned[-1][name] != before[name]).any() for name in before)
+    assert equal(inference, weights(state.networks.inference)), "q_phi wrote the histories: it stays"
+
+
+@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
+def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(better, run):
+    args, state, loop = adaptation(run[0], learn=True, subgoal_updates=0)
+    policy, script, judged, learned, started = state.networks.policy, args.run.script, [], [], []
+    before, imagine, update = weights(policy), script.imagine, script.ppo_update
+
+    def imagined(*given):
+        samples = imagine(*given)
+        if policy_is_judged[0]:
+            judged.append(weights(policy))
+            new = len(judged) % 2 == 1
+            samples["mask"] = torch.ones_like(samples["mask"])
+            pay = torch.tensor([3.0 if b and new else 1.0 for b in better])
+            noise = torch.rand(samples["reward"].shape, generator=torch.Generator().manual_seed((len(judged) + 1) // 2))
+            samples["reward"] = pay[:, None, None].expand_as(samples["reward"]) + 0.001 * noise  # the same for both
+        policy_is_judged[0] = True
+        return samples
+
+    def updated(*given):
+        policy_is_judged[0] = True
+        started.append(weights(policy))
+        found = update(*given)
+        learned.append(weights(policy))
+        return found
+
+    policy_is_judged = [False]
+    script.imagine, script.ppo_update = imagined, updated
+    rounds = loop()
+    for _ in range(4):
+        policy_is_judged[0] = False  # the first imagined games of a round are for learning
+        _, metrics = next(rounds)
+    assert metrics["policy changed"].tolist() == better and len(judged) == 8 and len(learned) == 4
+    assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
+    assert all(map(equal, started, [before, *learned])), "learning goes on, used or not"
+    for name, p in policy.state_dict().items():
+        for m in range(2):
+            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
+    expected = [18.0 if b else 6.0 for b in better]
+    assert metrics["imagined return"].tolist() == pytest.approx(expected, rel=1e-2)
+
+
+def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
+    args, state, loop = adaptation(run[0], learn=True, repetitions=6)
+    starts, rounds = [], loop()
+    watch(args, "imagine", starts)
+    next(rounds)
+    (flags, _, _, start, mask, horizon), _ = starts[0]
+    assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
+    decay = hopplus_ppo.history_decay(flags)
+    expected = decay * state.rollout_state.history.expand(-1, 4, -1, -1)
+    assert decay > 0 and expected.abs().sum() > 0 and torch.equal(start.history, expected)
+    replay = args.run.checkpoint["states"][0]["replay"]
+    for m in range(6):
+        own = replay["board"][:, m][replay["time"][:, m] == 0]
+        for board in start.board[m]:
+            assert any(torch.equal(board, other) for other in own), "of the learner's own replay"
+
+
+def test_the_horizon_is_measured_on_all_games_together(run):
+    args, state, _ = adaptation(run[0], learn=True, repetitions=6)
+    for _ in range(200):  # until some learners' games end on the way
+        transitions, _, _ = evaluate.play(args.run, state, 8)
+        on_board = transitions.board[:, :6, 0, 0].flatten(2).any(2)
+        over = torch.cat([torch.zeros(6, 1, dtype=torch.bool), transitions.done[:, :5, 0]], 1)
+        steps = (on_board & (over.cumsum(1) == 0)).int().cumprod(1).sum(1)
+        if 2 <= steps.min() < 6:
+            break
+    predict, config = functools.partial(state.networks.world, method="predict"), state.env.config
+    payoffs = list(config.payoffs())
+    right, seen, lengths = [0] * 6, [0] * 6, [0] * 6
+    for m in range(6):
+        board, good = transitions.board[:, 0], True
+        for k in range(6):
+            if not transitions.board[m, k, 0, 0].any():
+                break
+            board, reward, *_ = predict(board, transitions.joint[:, k])
+            nearest = [
+                min(payoffs, key=lambda p, x=float(x): abs(p - x)) for x in (reward[m, 0], transitions.reward[m, k, 0])
+            ]
+            good = good and torch.equal(board[m, 0], transitions.next_board[m, k, 0]) and nearest[0] == nearest[1]
+            right[k] += good
+            seen[k] += 1
+            lengths[m] += 1
+            if transitions.done[m, k, 0]:
+                break
+    shares = [r / s if s else 1.0 for r, s in zip(right, seen, strict=True)]
+    for trust in (0.0, 0.05, 0.3, 0.6, 1.0):
+        state.args.trust_exact_match = trust
+        expected = next((k for k in range(6) if shares[k] < trust), 6)
+        assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [expected] * 6
+    assert 0 < sum(right) < sum(seen)
+    # Games that are over say nothing: of five learners the model knows all, of the sixth nothing after the first step.
+    known = torch.ones(6, 6)
+    known[lengths.index(min(lengths)), 1:] = 0
+    known *= torch.tensor([[float(k < games) for k in range(6)] for games in lengths])
+    metrics = {f"wm/{kind}_match/{k + 1}": known[:, k] for kind in ("exact", "payoff") for k in range(6)}
+    args.run.script.measure_horizon = lambda *_: (state.horizon, metrics)
+    assert 2 <= min(lengths) < 6
+    for trust, expected in ((1.0, 1), (0.9, 1), (0.5, 6)):
+        state.args.trust_exact_match = trust
+        assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [expected] * 6
+
+
+@pytest.mark.parametrize("mode", ["search", "both"])
+def test_searching_while_adapting(mode, run, tmp_path):
+    words = [
+        *FAST,
+        "--repetitions",
+        3,
+        "--seats",
+        "learner,random,nearest_hare",
+        "--no-references",
+        "--modes",
+        "frozen",
+        mode,
+    ]
+    shutil.copy(run[0] / "checkpoint.pt", tmp_path)
+    planner = ["--", "--planner", "mcts", "--num-simulations", 2]
+    args = read(adapt, tmp_path / "checkpoint.pt", "--script", ROOT / "hopplus_mcts.py", *words, *planner)
+    states = []
+    watch(args, "make_train_state", states)
+    found = adapt.main(args)
+    assert list(found) == ["frozen/random + nearest_hare", f"{mode}/random + nearest_hare"]
+    assert [state.args.planner for _, state in states] == ["none", "mcts"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cross_play.py
+
+
+def matrix_of(folder):
+    rows = table_of(folder / "cross_play.csv")
+    names = [row["learner of seed"] for row in rows]
+    return np.array([[float(row[f"among seed {name}"]) for name in names] for row in rows]), names
+
+
+def test_the_row_is_who_plays_and_the_column_is_among_whom(tmp_path):
+    """Only the learner of seat 2 of the first seed ever moves: it scores among anybody, and nobody else does."""
+    path = untrained(tmp_path, num_seeds=3, seed=5, stays=[True, True, False] + [True] * 6)
+    found = call(cross_play, path, "--games", 1152)
+    matrix, names = matrix_of(tmp_path)
+    expected, error = alone_among_stayers(2)
+    assert names == ["5", "6", "7"] and (matrix[1:] == 0).all(), "its team's returns are not its partner's"
+    assert (
+        np.abs(matrix[0] - expected / 3).max() < 5 * error * math.sqrt(4000 / 384) / 3
+    )  # it sits in one seat of three
+    assert found["own team"] == pytest.approx(matrix[0, 0] / 3) and (tmp_path / "cross_play.png").stat().st_size > 1000
+    assert found["other teams"] == pytest.approx(matrix[0, 1:].sum() / 6)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_everybody_keeps_its_seat_among_others(share, tmp_path):
+    path = untrained(tmp_path, share_parameters=share, stays=[False, True] if share else [False] * 3 + [True] * 3)
+    args, states = read(cross_play, path, "--games", 600), []
+    watch(args, "make_train_state", states)
+    cross_play.main(args)
+    seeds = [0] * 9 + [0, 1, 1, 1, 0, 1, 1, 1, 0] + [1, 0, 0, 0, 1, 0, 0, 0, 1] + [1] * 9
+    index = seeds if share else [3 * seed + k % 3 for k, seed in enumerate(seeds)]
+    saved = args.run.checkpoint["states"][0]["networks"]["policy"]
+    assert equal(states[0][1].networks.policy.state_dict(), {name: p[index] for name, p in saved.items()})
+    matrix, _ = matrix_of(tmp_path)
+    expected = [alone_among_stayers(seat) for seat in range(3)]
+    error = math.hypot(*(error for _, error in expected)) / 3 * math.sqrt(4000 / 200)
+    assert abs(matrix[0, 1] - np.mean([mean for mean, _ in expected])) < 5 * error
+    assert (matrix[1] == 0).all() and matrix[0, 0] > 0.15
+
+
+def test_the_interval_off_the_diagonal():
+    own, partner = np.array([0.3, 1.0, 2.2, -0.4]), np.array([0.5, 0.1, -0.2, 0.9])
+    mean, half = cross_play.off_diagonal(own[:, None] + partner)  # each seed's effect is its own and that on others
+    assert (mean, half) == pytest.approx(evaluate.interval(own + partner))
+    mean, half = cross_play.off_diagonal(np.array([[9.0, 1.0], [2.0, 9.0]]))
+    assert mean == 1.5 and math.isnan(half)

@@ -1,0 +1,594 @@
+"""hopplus_ppo.py: imagined games, PPO on real and imagined steps, and what is logged about them"""
+
+import copy
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TINY_CONFIG,
+    seeded,
+)
+from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded
+from torch import nn
+
+import hopplus_ppo as hop
+from stag_hunt_env import STAY, State, seats_table
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Imagination
+
+
+class TrueWorld:
+    """The rules in the place of the world model, for boards of games whose prey began on `prey` [M, n, P]. `change`
+    makes something else of (board, reward) in call number `len(said)`."""
+
+    def __init__(self, env, prey, change=lambda board, reward, call: (board, reward)):
+        self.env, self.prey, self.change, self.said = env, prey, change, []
+
+    def __call__(self, board, joint, next_board=None, reward=None, method="predict"):
+        config, n = self.env.config, self.env.config.num_players
+        planes, prey = board.flatten(0, 1).flatten(2), self.prey.flatten(0, 1).long()
+        stags, hares = prey.split([config.num_stags, config.num_hares], 1)
+        alive = torch.cat([planes[:, n + 1].gather(1, stags), planes[:, n + 2].gather(1, hares)], 1) > 0
+        clock = torch.zeros(len(planes), dtype=torch.int32)
+        cell, present = planes[:, :n].argmax(2).int(), planes[:, :n].amax(2) > 0
+        before = State(cell, present, prey.int(), alive, planes[:, n], clock, clock - 1)
+        after, paid, _, _ = self.env.transition(before, joint.flatten(0, 1).long())
+        new, paid = self.env.observe(after)[:, 0].view_as(board), paid[:, 0].view(board.shape[:2])
+        if method == "loss":
+            return (new != next_board).flatten(2).any(2) + (paid - reward).abs() > 1e-6
+        new, paid = self.change(new.clone(), paid, len(self.said))
+        self.said.append(new)
+        return new, paid, new.float()
+
+
+def test_what_the_world_model_learns_is_true():
+    """Boards and actions in the same order, rewards of the same step; without the learner nothing is learned."""
+    state, seen = make_state(num_envs=16, offline_ratio=0.0), []
+    state.replay.push(play(state, 14)[0])
+    with pytest.MonkeyPatch.context() as patch:
+        world, draw = TrueWorld(state.env, None), hop.sample_replays
+
+        def draw_and_tell(*given):
+            batch = draw(*given)
+            world.prey = batch.prey_position
+            seen.append(batch)
+            return batch
+
+        patch.setattr(hop, "sample_replays", draw_and_tell)
+        patch.setattr(hop, "optimizer_step", lambda optimizer, loss, max_norm: loss)
+        networks = state.networks._replace(world=world)
+        losses = hop.train_world_model(state.args, TINY_CONFIG, networks, None, state.replay, None, 5)
+    assert (losses["loss"] == 0).all() and (seen[0].reward != 0).any() and (seen[0].joint >= 5).any()
+    mask = hop.learner_mask(TINY_CONFIG, seen[0].board)
+    assert torch.equal(mask, seen[0].board[:, :, 0].flatten(2).amax(2) > 0) and 0 < mask.float().mean() < 1
+    assert hop.learner_mask(dataclasses.replace(TINY_CONFIG, prosocial=True), seen[0].board).all()
+
+
+def test_world_model_ignores_steps_without_the_learner(monkeypatch):
+    state, found = make_state(num_envs=16, offline_ratio=0.0), []
+    w = play(state, 14)[0]
+    mask = hop.learner_mask(TINY_CONFIG, w.board)
+    for reward in (w.reward, torch.where(mask, w.reward, 10.0)):
+        replay = hop.Replay(1, CPU)
+        replay.push(w._replace(reward=reward))
+        monkeypatch.setattr(hop, "optimizer_step", lambda optimizer, loss, max_norm: loss)
+        torch.manual_seed(1)
+        found.append(hop.train_world_model(state.args, TINY_CONFIG, state.networks, None, replay, None, 3)["loss"])
+    assert torch.equal(*found) and not mask.all()
+
+
+def starts(state, count=60, rollouts=2):
+    for _ in range(rollouts):
+        state.replay.push(play(state, state.args.num_steps)[0])
+    start = state.replay.sample(count, window=False)
+    return start, hop.learner_mask(state.env.config, start.board)
+
+
+def imagined(state, start, mask, world=None, horizon=99):
+    networks = state.networks if world is None else state.networks._replace(world=world)
+    horizon = torch.as_tensor(horizon).expand(len(state.horizon))
+    dream = hop.imagine(state.args, state.env, networks, start, mask, horizon)
+    return dream | read_inputs(state.env.config, dream["inputs"])
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_imagined_games_follow_the_rules_and_end(limit):
+    config = dataclasses.replace(TINY_CONFIG, steps_after_first_hunt=limit)
+    state = make_state(config=config, num_envs=12)
+    start, mask = starts(state)
+    world = TrueWorld(state.env, start.prey_position)
+    dream = imagined(state, start, mask, world)
+    time, first, board, expected, ends = start.time.int(), start.first_hunt.int(), start.board, mask, {}
+    for k in range(4):
+        assert torch.equal(dream["board"][:, k], board) and torch.equal(dream["mask"][:, k], expected)
+        torch.testing.assert_close(dream["clock"][:, k], time / 6)
+        _, _, legal = hop.entity_views(state.env, board, start.prey_position.long())
+        assert torch.equal(dream["legal"][:, k], legal[:, :, 0]) and not legal.all(3).any()
+        assert legal[:, :, 0].gather(2, dream["action"][:, k][..., None]).all()
+        if k < 3:
+            joint = dream["last_joint"][:, k + 1]
+            assert torch.equal(joint[..., 0], dream["action"][:, k]) and legal.gather(3, joint[..., None]).all()
+        after, time = world.said[k], time + 1
+        caught = after[:, :, 4:].flatten(2).sum(2) < board[:, :, 4:].flatten(2).sum(2)
+        first = torch.where(caught & (first < 0), time, first)
+        ends["clock"], ends["left"] = time >= 6, after[:, :, 0].flatten(2).amax(2) == 0
+        ends["limit"] = (first >= 0) & (time - first >= limit) if limit else torch.zeros_like(mask)
+        assert torch.equal(dream["ended"][:, k], ends["clock"] | ends["left"] | ends["limit"])
+        if k < 2:
+            found = {name: bool((x & dream["mask"][:, k]).any()) for name, x in ends.items()}
+        board, expected = after, expected & ~dream["ended"][:, k]
+    assert found == {"clock": True, "left": True, "limit": bool(limit)}
+    assert not mask.all() and not dream["mask"][:, 0][~mask].any(), "who has left imagines nothing"
+    batch = hop.make_ppo_batch(state.args, dream, real=False)
+    assert torch.equal(batch["weight"] > 0, dream["mask"].flatten(1, 2))
+
+
+def test_prosocial_games_are_imagined_to_their_end():
+    state = make_state(config=dataclasses.replace(TINY_CONFIG, prosocial=True), wm_head="pixel", num_envs=12)
+    start, mask = starts(state)
+    world = TrueWorld(state.env, start.prey_position)
+    dream = imagined(state, start, mask, world)
+    nobody = torch.stack(world.said, 1)[:, :, :, :3].flatten(3).amax(3) == 0
+    time = start.time[:, None] + torch.arange(1, 5).view(1, 4, 1)
+    assert mask.all() and torch.equal(dream["ended"], (time >= 6) | nobody)
+
+
+@pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
+def test_imagined_subgoals_are_inferred_as_real_ones_are(goal_kind):
+    state = make_state(goal_kind=goal_kind, num_envs=8)
+    w, out, _ = play(state, 8)
+    real = one_step(w, 3)
+    dream = imagined(state, real, torch.ones_like(real.done))
+    torch.testing.assert_close(dream["goals"][:, 0], out["goals"][:, 3], atol=1e-2, rtol=1e-2)  # half precision
+    torch.testing.assert_close(dream["value"][:, 0], out["value"][:, 3], atol=1e-2, rtol=1e-2)
+    assert (dream["goals"] != 0).any(3).all()
+    history, never = real.history.float(), torch.zeros_like(real.done)
+    for k in range(4):
+        board, clock, last = dream["board"][:, k], dream["clock"][:, k], dream["last_joint"][:, k]
+        belief = infer(state, real._replace(board=board), history)
+        torch.testing.assert_close(dream["goals"][:, k], belief.goals)
+        with torch.no_grad():
+            given = (state.args, state.networks.policy, board, clock, last, belief.goals, belief.legal)
+            _, log_probs, value = hop.evaluate_policy(*given)
+            if k < 3:
+                joint = dream["last_joint"][:, k + 1]
+                history = hop.update_history(state.args, state.env, state.networks, belief, joint, history, never)
+        torch.testing.assert_close(dream["value"][:, k], value)
+        own = log_probs.gather(2, dream["action"][:, k][..., None])[..., 0]
+        torch.testing.assert_close(dream["log_prob"][:, k], own)
+
+
+def test_imagined_co_players_are_drawn_from_moa():
+    state = make_state(num_envs=8)
+    start, _ = starts(state, 8)
+    many = hop.Transitions(*(x[:, :1].expand(-1, 4000, *x.shape[2:]) for x in start))
+    belief = infer(state, many, many.history.float())
+    torch.manual_seed(1)
+    noise = hop.goal_noise(state.args, 3, 8000, device=CPU)
+    with torch.no_grad():
+        expected = hop.predict_actions(state.args, state.networks, belief, many.time / 6, noise).exp().mean(1)
+    dream = imagined(state, many, torch.ones_like(many.done))
+    found = torch.nn.functional.one_hot(dream["last_joint"][:, 1, :, 1:], 7).float().mean(1)
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])
+def test_imagined_rewards_are_clipped_to_the_payoffs(sign, bound):
+    state = make_state(wm_head="pixel")
+    state.networks.world.params["layers.6.bias"].data[:, -1] = sign * 1e4
+    start, mask = starts(state)
+    assert (imagined(state, start, mask)["reward"] == bound).all()
+
+
+def test_imagination_stops_at_the_horizon_and_bootstraps():
+    state = make_state(gamma=0.5, num_envs=12)
+    start, mask = starts(state)
+    dream = imagined(state, start, mask, TrueWorld(state.env, start.prey_position), horizon=[0, 2, 99])
+    assert not dream["mask"][0].any() and not dream["mask"][1, 2:].any() and dream["mask"][2, 3].any()
+    cut = dream["mask"][1, 1] & ~dream["ended"][1, 1]
+    batch = hop.make_ppo_batch(state.args, dream, real=False)
+    returns = batch["returns"].unflatten(1, (4, -1))[1, 1]
+    torch.testing.assert_close(returns[cut], (dream["reward"][1, 1] + 0.5 * dream["value"][1, 2])[cut])
+    ended = dream["mask"][1, 1] & dream["ended"][1, 1]
+    assert torch.equal(returns[ended], dream["reward"][1, 1][ended]) and cut.any() and ended.any()
+
+
+def test_imagination_stops_where_the_ensemble_disagrees():
+    state = make_state(wm_ensemble=2, num_envs=12)
+    start, mask = starts(state)
+    prey, differs = start.prey_position.repeat_interleave(2, 0), torch.arange(60) % 2 == 1
+
+    def change(board, reward, call):  # the second members, in the second step, in every other game
+        if call == 1:
+            board[1::2, differs, 5] = 1 - board[1::2, differs, 5]
+        return board, reward
+
+    world = TrueWorld(state.env, prey, change)
+    dream = imagined(state, start, mask, world)
+    go_on = mask & ~dream["ended"][:, 0]
+    assert torch.equal(dream["mask"][:, 0], mask) and torch.equal(dream["mask"][:, 1], go_on & ~differs)
+    assert not dream["mask"][:, 2:, differs].any() and dream["mask"][:, 2].any()
+    assert torch.equal(dream["board"][:, 2], world.said[1][::2]), "the first member is followed"
+
+
+def test_the_horizon_is_measured_by_boards_and_payoffs():
+    state = make_state(num_envs=16, trust_exact_match=0.9)
+    state.env.state.time[::4] = 4  # a quarter of the games end on the way
+    w = play(state, 8)[0]
+
+    def measured(change=lambda board, reward, call: (board, reward), **changes):
+        world = TrueWorld(state.env, w.prey_position[:, 0], change)
+        args = dataclasses.replace(state.args, **changes)
+        horizon, metrics = hop.measure_horizon(args, TINY_CONFIG, state.networks._replace(world=world), w)
+        return horizon.tolist(), {name.removeprefix("wm/"): x.tolist() for name, x in metrics.items()}
+
+    def wrong_in_the_third_step(board, reward, call):
+        return {2: 1 - board, 3: w.next_board[:, 3]}.get(call, board), reward  # what was wrong once counts as wrong
+
+    def half_wrong(board, reward, call):
+        board[:, ::2] = 1 - board[:, ::2]
+        return board, reward
+
+    horizon, metrics = measured()
+    assert horizon == [4, 4, 4] and metrics["horizon"] == horizon
+    for k in range(1, 5):
+        assert metrics[f"exact_match/{k}"] == metrics[f"payoff_match/{k}"] == [1, 1, 1]
+    for name in ("obs_mse", "reward_mse", "disagreement", "unknown_reward", "per_channel_mse/0"):
+        assert metrics[name] == [0, 0, 0]
+    horizon, metrics = measured(wrong_in_the_third_step)
+    assert horizon == [2, 2, 2] and metrics["exact_match/2"] == [1, 1, 1] and metrics["exact_match/3"] == [0, 0, 0]
+    assert metrics["payoff_match/3"] == [1, 1, 1] and metrics["exact_match/4"] == [0, 0, 0]
+    horizon, metrics = measured(half_wrong)
+    there = hop.learner_mask(TINY_CONFIG, w.board[:, 0])
+    expected = there[:, 1::2].sum(1) / there.sum(1)
+    assert horizon == [0, 0, 0] and metrics["exact_match/1"] == pytest.approx(expected.tolist())
+    assert metrics["obs_mse"] == pytest.approx((1 - expected).tolist())
+    horizon, metrics = measured(lambda board, reward, call: (board, reward + 5))
+    assert horizon == [0, 0, 0] and metrics["exact_match/4"] == [1, 1, 1] and metrics["reward_mse"] == [25, 25, 25]
+    assert metrics["payoff_match/1"] == [0, 0, 0]
+    assert measured(half_wrong, trust_exact_match=0.0)[0] == [4, 4, 4]
+
+
+def test_imagination_waits_until_the_world_model_is_good():
+    for trust, horizon in ((0.0, 4), (1.0, 0)):
+        state = make_state(trust_exact_match=trust, num_envs=32, offline_ratio=0.0)
+        hop.train_iteration(state, True, True)
+        metrics = state.metrics.read()
+        assert (metrics["wm/horizon"] == horizon).all() and (metrics["wm/exact_match/1"] < 1).all()
+        assert (metrics["imagined/samples"] > 0).all() == (horizon > 0)
+        assert (state.horizon == horizon).all()
+
+
+def test_a_bonus_in_shape_reward_reaches_real_and_imagined_steps(monkeypatch):
+    state = make_state(num_envs=12)
+    start, mask = starts(state)
+    w, out, _ = play(state, 8)
+
+    def rewards():
+        torch.manual_seed(1)
+        dream = imagined(state, start, mask, TrueWorld(state.env, start.prey_position))
+        return hop.real_samples(state.args, TINY_CONFIG, w, out)["reward"], dream["reward"], dream
+
+    plain = rewards()
+
+    def bonus(args, config, reward, board, joint):
+        return reward + 0.25 * (joint[..., 0] == STAY) + board[..., 0, 0, 0]
+
+    monkeypatch.setattr(hop, "shape_reward", bonus)
+    shaped, dream = rewards(), plain[2]
+    extra = 0.25 * (w.joint[..., 0] == STAY) + w.board[..., 0, 0, 0]
+    torch.testing.assert_close(shaped[0], plain[0] + extra)
+    extra = 0.25 * (dream["action"] == STAY) + dream["board"][..., 0, 0, 0]
+    torch.testing.assert_close(shaped[1], plain[1] + extra)
+    assert torch.equal(w.reward, plain[0]), "the world model learns the game's own reward"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PPO
+
+
+@pytest.mark.parametrize("gae_lambda", [0.8, 1.0])
+def test_advantages_against_plain_python(gae_lambda):
+    args, generator = make_args(gamma=0.9, gae_lambda=gae_lambda), np.random.default_rng(1)
+    m, steps, games = 2, 12, 8
+    reward, value = generator.normal(size=(m, steps, games)), generator.normal(size=(m, steps + 1, games))
+    ended, mask = generator.random((m, steps, games)) < 0.15, generator.random((m, steps, games)) < 0.85
+    given = (torch.tensor(reward).float(), torch.tensor(value).float(), torch.tensor(ended), torch.tensor(mask))
+    ours = hop.compute_gae(args, *given)
+    cuts = 0
+    for i, t, g in np.ndindex(m, steps, games):
+        expected, monte_carlo, factor = 0.0, 0.0, 1.0
+        for u in range(t, steps if mask[i, t, g] else t):
+            ahead = 0.0 if ended[i, u, g] else value[i, u + 1, g]
+            expected += (gae_lambda * 0.9) ** (u - t) * (reward[i, u, g] + 0.9 * ahead - value[i, u, g])
+            monte_carlo += factor * reward[i, u, g]
+            factor *= 0.9
+            last = u == steps - 1 or not mask[i, u + 1, g]
+            if ended[i, u, g] or last:
+                cuts += last and not ended[i, u, g]
+                monte_carlo += factor * ahead
+                break
+        assert float(ours[i, t, g]) == pytest.approx(expected, abs=1e-5)
+        if gae_lambda == 1 and mask[i, t, g]:
+            assert float(ours[i, t, g]) + value[i, t, g] == pytest.approx(monte_carlo, abs=1e-5)
+    assert cuts > 20
+
+
+@pytest.mark.parametrize("prosocial", [False, True])
+def test_real_samples_count_while_their_learner_can_earn(prosocial):
+    config = dataclasses.replace(TINY_CONFIG, prosocial=prosocial)
+    state = make_state("ppo", config=config, num_envs=16)
+    w, out, _ = play(state, 14)
+    samples = hop.real_samples(state.args, config, w, out)
+    there = w.board[:, :, :, 0].flatten(3).amax(3) > 0
+    assert not there.all() and (w.reward > 0).any()
+    assert torch.equal(samples["mask"], torch.ones_like(there) if prosocial else there)
+    assert torch.equal(samples["ended"], w.done if prosocial else w.done | (there & (w.exited[..., 0])))
+    assert torch.equal(samples["action"], w.joint[..., 0].long()) and torch.equal(samples["reward"], w.reward)
+    expected = out["log_probs"].gather(3, samples["action"][..., None])[..., 0]
+    assert torch.equal(samples["log_prob"], expected) and (expected > -5).all(), "the action that was taken"
+    batch = hop.make_ppo_batch(state.args, samples, real=True)
+    given = (samples["reward"], out["value"], samples["ended"], samples["mask"])
+    advantages = hop.compute_gae(state.args, *given).flatten(1, 2)
+    assert torch.equal(batch["advantage"], advantages)
+    assert torch.equal(batch["returns"], advantages + out["value"][:, :-1].flatten(1, 2))
+
+
+def ppo_batch(args, policy, rows=24, seed=1):
+    """Random samples [M, rows, ...]; of the last learner a third does not count"""
+    generator, m = seeded(seed), len(policy)
+    inputs = torch.randn(m, rows, policy.params["actor.0.weight"].shape[2], generator=generator)
+    legal = torch.rand(m, rows, 7, generator=generator) < 0.7
+    legal[..., STAY] = True
+    action = torch.where(legal, torch.rand(m, rows, 7, generator=generator), -1).argmax(2)
+    batch = {"inputs": inputs, "legal": legal, "action": action}
+    for name in ("reward", "value", "advantage", "returns"):
+        batch[name] = torch.randn(m, rows, generator=generator)
+    with torch.no_grad():
+        batch["log_prob"] = policy(inputs, legal)[0].gather(2, action[..., None])[..., 0]
+    batch["log_prob"] += 0.3 * torch.randn(m, rows, generator=generator)  # of an older policy
+    batch["weight"] = torch.ones(m, rows)
+    batch["weight"][-1, ::3] = 0
+    return batch | {"critic_weight": batch["weight"].clone(), "real": torch.ones(m, rows)}
+
+
+def new_policy(args, seeds=(1, 2)):
+    policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), list(seeds), CPU)
+    return policy, hop.make_optimizer(policy.parameters(), args.learning_rate, eps=1e-5)
+
+
+def test_updates_are_those_of_plain_ppo():
+    """As CleanRL does it: each learner alone, in a loop over minibatches of the samples that count"""
+    args = make_args("ppo", learning_rate=3e-3, update_epochs=3, max_grad_norm=0.4)
+    policy, optimizer = new_policy(args)
+    start, batch = copy.deepcopy(policy.state_dict()), ppo_batch(args, policy)
+    torch.manual_seed(4)
+    found = hop.ppo_update(args, policy, optimizer, batch)
+    counted = batch["weight"] > 0
+    assert counted.sum(1).tolist() == [24, 16]
+    for m in range(2):
+        agent = hop.ActorCritic(TINY_CONFIG, args)
+        agent.load_state_dict({name: x[m] for name, x in start.items()})
+        adam = torch.optim.Adam(agent.parameters(), lr=3e-3, eps=1e-5)
+        rows = torch.cat([counted[m].nonzero()[:, 0], (~counted[m]).nonzero()[:, 0]])  # those that count come first
+        torch.manual_seed(4)
+        sums, updates = {}, 0
+        for _ in range(3):
+            for index in torch.rand(24).argsort().tensor_split(2):
+                index = rows[index][counted[m, rows[index]]]
+                mb = {name: x[m, index] for name, x in batch.items()}
+                log_probs, value = agent(mb["inputs"], mb["legal"])
+                dist = torch.distributions.Categorical(logits=log_probs)
+                log_ratio = dist.log_prob(mb["action"]) - mb["log_prob"]
+                ratio, advantage = log_ratio.exp(), mb["advantage"]
+                advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+                clipped = torch.clamp(ratio, 0.8, 1.2) * advantage
+                policy_loss = -torch.min(ratio * advantage, clipped).mean()
+                value_loss = 0.5 * ((value - mb["returns"]) ** 2).mean()
+                entropy = dist.entropy().mean()
+                adam.zero_grad()
+                (policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss).backward()
+                norm = nn.utils.clip_grad_norm_(agent.parameters(), 0.4)
+                adam.step()
+                seen = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "grad_norm": norm}
+                seen["approx_kl"] = (ratio - 1 - log_ratio).mean()
+                seen["clipfrac"] = ((ratio - 1).abs() > 0.2).float().mean()
+                sums = {name: sums.get(name, 0.0) + float(x.detach()) for name, x in seen.items()}
+                updates += 1
+        for name, p in agent.named_parameters():
+            torch.testing.assert_close(policy.params[name][m], p, atol=1e-6, rtol=1e-5)
+        for name, total in sums.items():  # over all minibatches
+            assert float(found[f"losses/{name}"][m]) == pytest.approx(total / updates, abs=1e-5), name
+        assert sums["grad_norm"] / updates > 0.4 and 0 < sums["clipfrac"] < updates
+
+
+def test_a_learners_update_does_not_depend_on_the_others():
+    args = make_args("ppo")
+    batch = ppo_batch(args, new_policy(args, (1, 2, 3))[0])
+    results = []
+    for seeds, rows, change in (((1, 2, 3), [0, 1, 2], 1), ((1, 2), [0, 1], 1), ((1, 2, 3), [0, 1, 2], 1e3)):
+        policy, optimizer = new_policy(args, seeds)
+        given = {name: x[rows].clone() for name, x in batch.items()}
+        given["returns"][1:] *= change  # an exploding neighbour
+        given["advantage"][1:] *= change**2
+        torch.manual_seed(4)
+        hop.ppo_update(args, policy, optimizer, given)
+        results.append(policy.state_dict())
+    for name, x in results[0].items():
+        assert torch.equal(x[:2], results[1][name]) and torch.equal(x[0], results[2][name][0]), name
+    assert any((x[1] != results[2][name][1]).any() for name, x in results[0].items())
+
+
+def test_samples_without_weight_do_not_matter(monkeypatch):
+    """They are left out on a CPU; on a GPU, where shapes must not change, they are there without weight."""
+    args = make_args("ppo")
+    policy, _ = new_policy(args)
+    batch, losses = ppo_batch(args, policy), []
+    off = batch["weight"] == 0
+    for junk in (0.0, 1e3):
+        changed = batch | {name: batch[name] + junk * off for name in ("returns", "advantage", "value")}
+        losses.append(hop.ppo_loss(args, policy, changed)[0])
+    assert torch.equal(*losses)
+    fewer = hop.drop_masked(batch, ~off)
+    assert fewer["weight"].shape == (2, 24) and (fewer["weight"][1, 16:] == 0).all()
+    torch.testing.assert_close(hop.ppo_loss(args, policy, fewer)[0], losses[0])
+    second = {name: x[1:] for name, x in batch.items()}
+    assert hop.drop_masked(second, ~off[1:])["weight"].tolist() == [[1.0] * 16]
+    assert torch.equal(hop.drop_masked(second, ~off[1:])["value"][0], batch["value"][1][~off[1]])
+    assert hop.drop_masked(second, ~off[1:], least=20)["weight"].shape == (1, 20)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert hop.drop_masked(second, ~off[1:]) is second
+
+
+@pytest.mark.parametrize("data", ["real", "mixed"])
+def test_the_critic_learns_from_imagined_samples_only_if_asked_to(data):
+    args = make_args(critic_data=data, imagined_weight=0.5)
+    state = make_state(critic_data=data, imagined_weight=0.5)
+    start, mask = starts(state, 20)
+    dream = hop.make_ppo_batch(args, imagined(state, start, mask), real=False)
+    w, out, _ = play(state, 8)
+    real = hop.make_ppo_batch(args, hop.real_samples(args, TINY_CONFIG, w, out), real=True)
+    assert real["weight"].unique().tolist() == [0, 1] and torch.equal(real["critic_weight"], real["weight"])
+    assert dream["weight"].unique().tolist() == [0, 0.5] and (real["real"] == 1).all() and (dream["real"] == 0).all()
+    assert torch.equal(dream["critic_weight"], dream["weight"] * (data == "mixed"))
+    batch = {name: torch.cat([real[name], dream[name]], 1) for name in real}
+    batch["log_prob"] = batch["log_prob"] + 0.1 * batch["action"]  # of an older policy
+    loss, metrics = hop.ppo_loss(args, state.networks.policy, batch)
+    other = batch | {"returns": torch.where(batch["real"] > 0, batch["returns"], 50.0)}
+    loss_other, metrics_other = hop.ppo_loss(args, state.networks.policy, other)
+    assert torch.equal(loss, loss_other) == (data == "real")
+    assert torch.equal(metrics["value_loss_real"], metrics_other["value_loss_real"])
+    assert (metrics_other["value_loss_imagined"] > 100).all()
+    changed = batch | {"advantage": torch.where(batch["real"] > 0, batch["advantage"], 3.0)}
+    assert not torch.equal(hop.ppo_loss(args, state.networks.policy, changed)[0], loss), "the actor learns from both"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.8, 1.0])
+def test_share_of_real_samples_in_the_batch(ratio, monkeypatch):
+    seen = []
+    monkeypatch.setattr(hop, "ppo_update", lambda args, policy, optimizer, batch: seen.append(batch) or {})
+    monkeypatch.setattr(hop, "drop_masked", lambda batch, mask, least=1: batch)
+    monkeypatch.setattr(hop, "shape_reward", lambda args, config, reward, board, joint: reward + 100.0)
+    state = make_state(ppo_real_ratio=ratio, critic_data="mixed", num_envs=16, num_steps=16, offline_ratio=0.0)
+    samples = hop.train_iteration(state, True, True)
+    assert seen[0]["real"].mean() == pytest.approx(ratio, abs=0.01) and (seen[0]["reward"] >= 100).all()
+    if ratio:  # every learner its own
+        inputs, action = samples["outputs"]["inputs"].flatten(1, 2), samples["transitions"].joint[..., 0].flatten(1)
+        assert torch.equal(seen[0]["inputs"][:, : inputs.shape[1]], inputs)
+        assert torch.equal(seen[0]["action"][:, : inputs.shape[1]], action.long())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+@pytest.mark.parametrize("seats", [None, "learner,nearest_hare,learner"])
+def test_charts_count_every_finished_game_of_every_seat(seats):
+    state = make_state("ppo", seats=seats, num_seeds=2, num_envs=16, num_steps=20)
+    _, log = recorded(state, lambda: hop.train_iteration(state, False, False))
+    metrics, returns, games = state.metrics.read(), np.zeros((32, 3)), {0: [], 1: []}
+    for before, _, reward, done, _ in log:
+        returns += reward.numpy()
+        for b in done.nonzero()[:, 0].tolist():
+            games[b // 16].append((returns[b].copy(), int(before.time[b]) + 1))
+            returns[b] = 0
+    learners = [i for i, name in enumerate(seats_table(seats, 3)) if name == "learner"]
+    for seed, finished in games.items():
+        row = hop.log_row(state.args, metrics, seed)
+        earned, length = np.array([g[0] for g in finished]), np.mean([g[1] for g in finished])
+        mean = earned.mean(0)
+        expected = {"episodic_return": mean[learners].mean(), "episodic_length": length}
+        expected |= {f"episodic_return/player_{i}": mean[i] for i in range(3)}
+        expected |= {"stag_share": (earned > 1).mean(), "hare_share": ((earned > 0) & (earned <= 1)).mean()}
+        expected["nothing_share"] = (earned == 0).mean()
+        for name, value in expected.items():
+            assert row[f"charts/{name}"] == pytest.approx(value, rel=1e-5), name
+        assert row["per_agent/return_gap"] == pytest.approx(np.ptp(mean[learners]), rel=1e-5)
+        assert len(finished) > 30 and (earned > 0).any()
+        own = metrics["real/value_mean"].reshape(2, -1)[seed]
+        assert row["real/value_mean"] == pytest.approx(own.mean()) and len(own) == len(learners)
+    assert math.isnan(hop.log_row(state.args, metrics | {"games/games": np.zeros((2, 3))}, 0)["charts/stag_share"])
+
+
+def test_moa_metrics_are_those_of_a_plain_count(monkeypatch):
+    """On every 8th step, of co-players on the board; ties share"""
+    state, gone = make_state("ppo-omg", num_envs=16, num_steps=16), 0
+    play(state, 4)
+    w, out, episodes = play(state, 16)
+    generator = np.random.default_rng(1)
+    probs = generator.dirichlet(np.ones(7), (3, 2, 16, 2)).astype(np.float32)
+    probs[:, :, :5] = np.array([0.3, 0.3, 0.3, 0.1, 0, 0, 0])
+    logs = torch.tensor(probs).flatten(1, 2).log()
+    monkeypatch.setattr(hop, "predict_actions", lambda *_: logs)
+    found = hop.moa_metrics(state.args, state.env, state.seats, state.networks, w, episodes)
+    for m in range(3):
+        nll, top1, top3, ceiling, confusion, gap = [], [], [], [], np.zeros((7, 7)), np.zeros(15)
+        for (i, t), e, k in itertools.product(enumerate((7, 15)), range(16), (0, 1)):
+            if not w.board[m, t, e, 1 + k].any():
+                gone += 1
+                continue
+            p, action = probs[m, i, e, k], int(w.joint[m, t, e, 1 + k])
+            best = (p == p.max()) / (p == p.max()).sum()
+            nll.append(-math.log(max(p[action], 1e-9)))
+            top1.append(best[action])
+            top3.append((p > p[action]).sum() < 3)
+            ceiling.append(-float(out["log_probs"][(m + 1 + k) % 3, t, e, action]))
+            confusion[action] += best
+            gap[min(14, int(p.max() * 15))] += p.max() - best[action]
+        expected = {"nll": np.mean(nll), "top1": np.mean(top1), "top3": np.mean(top3), "ceiling/nll": np.mean(ceiling)}
+        expected |= {"bayes/nll": np.mean(ceiling), "ece": np.abs(gap).sum() / len(nll)}
+        for name, value in expected.items():
+            assert float(found[f"moa/{name}"][m]) == pytest.approx(value, rel=1e-4), name
+        np.testing.assert_allclose(found["moa/confusion"][m].numpy(), confusion, atol=1e-4)
+    assert gone > 5
+    games = {f"games/{name}": np.ones((1, 3)) for name in ("games", "return", "stag", "hare", "length")}
+    row = hop.log_row(state.args, games | {"moa/confusion": found["moa/confusion"].numpy()}, 0)
+    table = found["moa/confusion"].sum(0).numpy()
+    for a in range(7):
+        for name, total in (("recall", table[a].sum()), ("precision", table[:, a].sum())):
+            assert row[f"moa/{name}/{a}"] == pytest.approx(table[a, a] / total if total else math.nan, nan_ok=True)
+
+
+def test_batch_metrics_are_over_the_samples_that_count():
+    args = make_args("ppo")
+    batch = ppo_batch(args, new_policy(args)[0])
+    found = hop.batch_metrics("real", batch)
+    for m in range(2):
+        x = {name: batch[name][m][batch["weight"][m] > 0].numpy() for name in ("reward", "returns", "value")}
+        assert float(found["real/samples"][m]) == len(x["reward"])
+        for name, key in (("reward", "reward"), ("return", "returns"), ("value", "value")):
+            assert float(found[f"real/{name}_mean"][m]) == pytest.approx(x[key].mean(), abs=1e-5)
+            assert float(found[f"real/{name}_std"][m]) == pytest.approx(x[key].std(), abs=1e-5)
+        explained = 1 - (x["returns"] - x["value"]).var() / x["returns"].var()
+        assert float(found["losses/explained_variance"][m]) == pytest.approx(explained, abs=1e-4)
+
+
+def test_metrics_are_means_over_the_iterations_that_have_them():
+    sums = hop.MetricSums()
+    for i in range(1, 5):
+        sums.add({"a": torch.tensor([1.0 * i, 2.0 * i])} | ({"b": torch.tensor([1.0 * i])} if i % 2 else {}))
+    found = sums.read()
+    assert found["a"].tolist() == [2.5, 5.0] and found["b"].tolist() == [2.0]
+    sums.add({"a": torch.tensor([7.0, 8.0])})
+    found = sums.read()
+    assert found["a"].tolist() == [7.0, 8.0] and "b" not in found
+
+
+def test_losses_are_means_over_all_updates(monkeypatch):
+    state, seen = make_state(offline_ratio=0.0), []
+    state.replay.push(play(state, 8)[0])
+    losses = hop.opponent_model_losses
+    monkeypatch.setattr(hop, "opponent_model_losses", lambda *x: (seen.append(losses(*x)), seen[-1])[1])
+    given = (state.args, state.env, state.networks, state.optimizers["opponents"], state.replay, None)
+    found = hop.train_opponent_models(*given, torch.tensor(0.5), 3)
+    for name in ("moa", "recon", "kl", "loss"):
+        torch.testing.assert_close(found[name], torch.stack([x[name].detach() for x in seen]).mean(0))
+    assert len(seen) == 3 and not torch.equal(seen[0]["moa"], seen[2]["moa"])

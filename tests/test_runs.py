@@ -1,0 +1,590 @@
+"""Whole runs of hopplus_ppo.py: what they leave behind, how they stop and go on, and which flags are refused."""
+
+import copy
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, without_times
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._pytree import tree_leaves
+
+import hopplus_ppo as hop
+from stag_hunt_env import StagHuntEnv, command_line
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_args(method="hopplus", **changes):
+    return hop.make_args(method, "cpu", **{**TINY_FLAGS, **changes})
+
+
+def run(run_dir, method="hopplus", **changes):
+    return hop.main(make_args(method, run_dir=str(run_dir), **changes))
+
+
+def folders_of(run_dir):
+    return sorted(Path(run_dir).iterdir())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """method -> where it ran, what main returned"""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for method in hop.METHODS:
+        found[method] = folder / method, run(folder / method, method, num_seeds=2, num_pictures=1, total_timesteps=90)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves behind
+
+CHARTS = ["charts/SPS", "charts/learning_rate", "charts/episodic_return", "charts/stag_share", "losses/value_loss"]
+KEYS = {  # a few of each method, and how many there are
+    "ppo": (["losses/explained_variance", "real/value_mean"], 20, 35),
+    "ppo-omg": (["moa/nll", "moa/top1", "omg/kl", "losses/moa"], 30, 45),
+    "hopplus": (["wm/exact_match/1", "wm/payoff_match/1", "imagined/value_mean", "losses/world_model"], 36, 48),
+}
+
+
+@pytest.mark.parametrize("method", hop.METHODS)
+def test_what_a_run_leaves_behind(method, runs):
+    folder, final = runs[method]
+    first, second = folders = folders_of(folder)
+    assert re.fullmatch(rf"hopplus_ppo__3x4_3h1s_3hares_{method}__1__\d+", first.name) and "__2__" in second.name
+    assert sorted(path.name for path in first.iterdir() if "tfevents" not in path.name) == [
+        "args.json",
+        "checkpoint.pt",
+        "metrics.jsonl",
+    ]
+    args = make_args(method, run_dir=str(folder), num_seeds=2, num_pictures=1, total_timesteps=90)
+    saved = torch.load(first / "checkpoint.pt", weights_only=True)
+    assert final["checkpoint"] == str(first / "checkpoint.pt")
+    assert saved["format"] == hop.FORMAT and saved["iteration"] == 3 and saved["device"] == "cpu"
+    assert saved["script"]["name"] == "hopplus_ppo.py" and saved["folders"] == [f.name for f in folders]
+    assert hop.Args(**saved["args"] | {"config": TINY_CONFIG}) == args
+    keys, fewest, most = KEYS[method]
+    for folder in folders:
+        flags = json.loads((folder / "args.json").read_text())
+        assert (folder / flags.pop("checkpoint")).resolve() == (first / "checkpoint.pt").resolve()
+        assert flags == json.loads(json.dumps(saved["args"]))
+        lines = lines_of(folder)
+        assert [line.pop("steps") for line in lines] == [32, 64, 96]
+        assert set(CHARTS + keys) <= lines[2].keys() and all(line.keys() == lines[0].keys() for line in lines)
+        assert fewest <= len(lines[2]) <= most
+        events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+        for name, value in lines[2].items():
+            scalar = events.Scalars(name)
+            assert [x.step for x in scalar] == [32, 64, 96]
+            assert value is None or scalar[2].value == pytest.approx(value, rel=1e-5), name
+        assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
+        images = {"ppo": [], "ppo-omg": ["moa/confusion"], "hopplus": ["moa/confusion", "wm/prediction"]}[method]
+        assert sorted(events.Tags()["images"]) == images
+        assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+        hparams = events.PluginTagToContent("hparams")
+        assert b"learning_rate" in hparams["_hparams_/session_start_info"] and events.Scalars("final_return")
+        assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
+    assert lines_of(first)[2]["losses/value_loss"] != lines_of(second)[2]["losses/value_loss"]
+    for name in ("losses/value_loss", "charts/episodic_return"):
+        both = [lines_of(f)[2][name] for f in folders]
+        assert final[name] == pytest.approx(sum(both) / 2)
+    rates = [line["charts/learning_rate"] for line in lines_of(first)]
+    assert rates == pytest.approx([1e-3, 0.7e-3, 0.4e-3])
+
+
+def test_details_are_logged_if_asked_for(runs, tmp_path):
+    run(tmp_path, log_details=True, total_timesteps=32)
+    (line,), (usual, *_) = lines_of(folders_of(tmp_path)[0]), lines_of(folders_of(runs["hopplus"][0])[0])
+    more = set(line) - set(usual)
+    assert set(usual) <= set(line) and len(line) > 80
+    assert {"per_agent/return_gap", "moa/recall/6", "wm/per_channel_mse/5", "losses/value_loss_imagined"} <= more
+    assert line["moa/recall/5"] is None or 0 <= line["moa/recall/5"] <= 1, "what is no number is null"
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs, tmp_path):
+    changes = {"num_pictures": 1, "total_timesteps": 90}
+    run(tmp_path / "again", num_seeds=2, **changes)
+    run(tmp_path / "other", seed=2, **changes)
+    first, again, other = (
+        without_times(lines_of(folders_of(f)[0])) for f in (runs["hopplus"][0], tmp_path / "again", tmp_path / "other")
+    )
+    assert first == again != other
+
+
+VARIANTS = {
+    "shared": {"share_parameters": True},
+    "oracle": {"subgoals": "oracle", "seats": "learner,mixed,nearest_stag"},
+    "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
+    "pixel": {"wm_head": "pixel", "wm_channel_weights": (2.0, 2.0, 2.0, 1.0, 1.0, 1.0)},
+    "ensemble": {"wm_ensemble": 2},
+    "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
+    "prosocial": {"wm_head": "pixel", "config": dataclasses.replace(TINY_CONFIG, prosocial=True)},
+    "clock": {"config": dataclasses.replace(TINY_CONFIG, time_reward=-0.01), "num_envs": 16, "total_timesteps": 512},
+    "walls": {"config": dataclasses.replace(TINY_CONFIG, height=5, width=4, max_wall_pieces=2)},
+    "strengths": {"config": dataclasses.replace(TINY_CONFIG, strengths=(1.0, 2.0, 3.0))},
+    "no stag": {"config": dataclasses.replace(TINY_CONFIG, num_stags=0)},
+    "no hare": {"config": dataclasses.replace(TINY_CONFIG, num_hares=0)},
+    "limit": {"config": dataclasses.replace(TINY_CONFIG, steps_after_first_hunt=1, permute_ids=True)},
+    "nothing to read": {"subgoals": "none"},
+    "imagined only": {"ppo_real_ratio": 0.0, "critic_data": "mixed"},
+    "not trained": {"wm_updates": 0, "subgoal_updates": 0, "offline_ratio": 0.0, "moa_data": "rewarded"},
+    "one number": {"goal_dim": 1, "num_steps": 5, "imagination_horizon": 5, "subgoal_selection": "optimistic"},
+    "ppo that remembers": {"method": "ppo", "subgoals": "inferred", "inter_episode_belief": True},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_variants_run_and_stay_finite(changes, tmp_path, capsys):
+    final = run(tmp_path, **{"num_pictures": 1, "total_timesteps": 60, "num_envs": 8, **changes})
+    found = {name: x for name, x in final.items() if name.startswith(("losses/", "real/", "omg/", "imagined/"))}
+    assert len(found) > 10 and all(math.isfinite(x) for x in found.values())
+    assert "could not" not in capsys.readouterr().out
+    if changes.get("wm_updates", 1) and "method" not in changes:
+        assert final["imagined/samples"] > 0 and final["losses/moa"] > 0 and final["losses/world_model"] > 0
+
+
+def captured_in_place(function, env, use):
+    """As a CUDA graph: each call writes over what the first one returned"""
+    kept = []
+
+    def call():
+        result = function()
+        kept[:] = kept or [result]
+        for old, new in zip(tree_leaves(kept[0]), tree_leaves(result), strict=True):
+            if isinstance(new, torch.Tensor):
+                old.copy_(new)
+        return kept[0]
+
+    return call
+
+
+def test_pretraining_keeps_what_a_captured_graph_writes_over(tmp_path, monkeypatch):
+    found = []
+    for capture in (hop.capture, captured_in_place):
+        monkeypatch.setattr(hop, "capture", capture)
+        final = run(tmp_path / capture.__name__, num_seeds=2, total_timesteps=32, pretraining_updates=20)
+        found.append(torch.load(final["checkpoint"], weights_only=True)["states"])
+    assert same_tree(*found)
+
+
+@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "wm_head": "pixel"}])
+def test_bfloat16_stays_inside(changes, tmp_path, monkeypatch):
+    """What acts and imagines in it hands on the same types as without."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(hop, "inference_dtype", lambda args, device, dtype=dtype: dtype)
+        final = run(tmp_path / str(dtype), total_timesteps=32, **changes)
+        found.append((final["real/value_mean"], torch.load(final["checkpoint"], weights_only=True)["states"]))
+    assert [x.dtype for x in tree_leaves(found[0][1])] == [x.dtype for x in tree_leaves(found[1][1])]
+    assert found[0][0] == pytest.approx(found[1][0], rel=0.05) and found[0][0] != found[1][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "line", "times"),
+    [
+        (hop, "render_table", "could not draw: RuntimeError: singular; the run goes on", 3),
+        (hop.SummaryWriter, "add_scalar", "could not write to TensorBoard: RuntimeError: singular; the run goes on", 4),
+        (
+            hop.SummaryWriter,
+            "add_hparams",
+            "could not write to TensorBoard: RuntimeError: singular; the run goes on",
+            1,
+        ),
+    ],
+)
+def test_pictures_and_tensorboard_that_fail_cost_nothing(where, name, line, times, tmp_path, monkeypatch, capsys):
+    changes = {"num_pictures": 3, "total_timesteps": 96}
+    whole = run(tmp_path / "whole", **changes)
+
+    def fails(*_, **__):
+        raise RuntimeError("singular")
+
+    monkeypatch.setattr(where, name, fails)
+    capsys.readouterr()
+    final = run(tmp_path / "failing", **changes)
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(line) == times
+    first, second = (torch.load(x.pop("checkpoint"), weights_only=True) for x in (whole, final))
+    assert second["iteration"] == 3 and same_tree(first["states"], second["states"])
+    assert final == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
+
+
+def test_checkpoints_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
+    done, save = [], hop.save_checkpoint
+    monkeypatch.setattr(hop, "save_checkpoint", lambda path, content: (done.append("save"), save(path, content)))
+    monkeypatch.setattr(hop, "draw_pictures", lambda *_: done.append("draw"))
+    run(tmp_path, "ppo", num_pictures=2, save_seconds=0.0, total_timesteps=4 * 32)
+    assert done == ["save", "save", "draw", "save", "save", "draw"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"goal_kind": "discrete", "wm_head": "pixel", "seats": "learner,mixed,learner"}]
+)
+def test_no_cast_depends_on_the_machine(changes, tmp_path):
+    with NoNonFiniteCasts() as seen:
+        run(tmp_path, total_timesteps=32, **changes)
+    assert seen.casts > 0
+
+
+def test_casts_that_depend_on_the_machine_are_noticed():
+    with NoNonFiniteCasts() as seen:
+        assert torch.tensor([-0.9, 255.9]).to(torch.uint8).tolist() == [0, 255] and seen.casts == 1
+        torch.tensor([math.nan]).double()
+        for value, dtype in (
+            (math.nan, torch.int64),
+            (math.inf, torch.int32),
+            (256.0, torch.uint8),
+            (-1.0, torch.uint8),
+        ):
+            with pytest.raises(AssertionError, match="no torch"):
+                torch.tensor([value]).to(dtype)
+            with pytest.raises(AssertionError, match="no torch"):
+                torch.zeros(1, dtype=dtype)[:] = torch.tensor([value])
+
+
+POISONED = [("policy", "real/return_mean"), ("world", "losses/world_model"), ("moa", "losses/moa")]
+
+
+@pytest.mark.parametrize(("part", "quantity"), POISONED)
+def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, capsys):
+    train_iteration, calls = hop.train_iteration, []
+
+    def poisoned(state, *due):
+        calls.append(part)
+        if len(calls) == 3:
+            for weight in getattr(state.networks, part).parameters():
+                weight.data[1].fill_(math.nan)
+        return train_iteration(state, *due)
+
+    monkeypatch.setattr(hop, "train_iteration", poisoned)
+    monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py"])
+    args = make_args(run_dir=str(tmp_path), total_timesteps=5 * 32, save_seconds=0.0)
+    with pytest.raises(SystemExit) as stop, NoNonFiniteCasts() as seen:
+        command_line(lambda words: args, hop.main)
+    assert stop.value.code == 1 and seen.casts > 0
+    (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: {quantity} is nan (seed 1, iteration 3; see {bad}"), line
+    good = torch.load(bad.parent / "checkpoint.pt", weights_only=True)  # the one before is not overwritten
+    for saved, fine in ((good, True), (torch.load(bad, weights_only=True), False)):
+        tensors = [t for network in saved["states"][0]["networks"].values() for t in network.values()]
+        assert all(bool(t.isfinite().all()) for t in tensors) == fine
+    assert good["iteration"] == 2 and len(lines_of(bad.parent)) == 2 and len(calls) == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_reward_that_is_no_payoff_stops_the_run(late, tmp_path, monkeypatch):
+    step = StagHuntEnv.step
+
+    def with_bonus(env, actions):
+        before = env.state.time.clone()
+        obs, reward, present_before, done = step(env, actions)
+        return obs, reward + 0.3 * (before == 3)[:, None] if late else reward + 0.3, present_before, done
+
+    monkeypatch.setattr(StagHuntEnv, "step", with_bonus)
+    with pytest.raises(FloatingPointError, match="no payoff of the game: add a bonus in shape_reward"):
+        run(tmp_path)
+    final = run(tmp_path, "ppo")  # without a world model nobody minds
+    assert final["real/reward_mean"] > 0.02
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on
+
+RESUMED = [
+    ("ppo", {}),
+    ("hopplus", {"wm_period": 2, "subgoal_period": 3, "seats": "learner,mixed,learner", "redraw": "0.5"}),
+]
+
+
+@pytest.mark.parametrize(("method", "changes"), RESUMED)
+def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkeypatch):
+    """Also in another place, and with what was logged after the checkpoint logged again"""
+    changes = {**changes, "total_timesteps": 6 * 32, "num_seeds": 2, "save_seconds": 0.0, "num_pictures": 2}
+    whole = run(tmp_path / "whole", method, **changes)
+    save, calls = hop.save_checkpoint, []
+
+    def killed_at_the_fourth(path, content):
+        calls.append(path)
+        if len(calls) == 4:  # its lines are already in metrics.jsonl, its checkpoint is not
+            raise KeyboardInterrupt
+        save(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+        run(tmp_path / "killed", method, **changes)
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
+    (checkpoint,) = (tmp_path / "moved").glob("*/checkpoint.pt")
+    assert len(lines_of(checkpoint.parent)) == 4 and torch.load(checkpoint, weights_only=True)["iteration"] == 3
+    resumed = hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint), seed=77, num_envs=7))
+    assert resumed.pop("checkpoint") == str(checkpoint) and len(lines_of(folders_of(tmp_path / "killed")[0])) == 4
+    first, second = (torch.load(path, weights_only=True) for path in (whole.pop("checkpoint"), checkpoint))
+    assert second["iteration"] == 6 and first["states"][0].keys() == second["states"][0].keys()
+    for key, value in first["states"][0].items():
+        assert same_tree(value, second["states"][0][key]), key
+    assert {"env", "seats", "replay", "random", "networks", "optimizers"} <= first["states"][0].keys()
+    assert resumed == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
+    lines = [[without_times(lines_of(f)) for f in folders_of(tmp_path / d)] for d in ("whole", "moved")]
+    assert lines[0] == lines[1] and [line["steps"] for line in lines[1][0]] == [32, 64, 96, 128, 160, 192]
+    events = EventAccumulator(str(checkpoint.parent), {"scalars": 0}).Reload()
+    assert [x.step for x in events.Scalars("charts/episodic_return")] == [32, 64, 96, 128, 160, 192]
+    again = hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint)))  # it is over
+    assert again["checkpoint"] == str(checkpoint) and len(lines_of(checkpoint.parent)) == 6
+
+
+def test_what_was_trained_on_is_part_of_the_checkpoint(runs):
+    saved = torch.load(runs["hopplus"][1]["checkpoint"], weights_only=True)["states"][0]
+    assert saved["replay"]["pushed"] == 3 and saved["offline_replay"]["pushed"] == 2
+    assert saved["replay"]["board"].shape == (2, 6, 8, 4, 6, 3, 4)
+    assert saved["optimizers"]["policy"][0]["step"] == 3 * 2 * 2
+    assert saved["networks"]["world"]["trunk.0.weight"].shape[0] == 6
+
+
+@pytest.fixture(scope="module")
+def files(runs, tmp_path_factory):
+    """Checkpoints that are not what they seem"""
+    folder, checkpoint = tmp_path_factory.mktemp("files"), Path(runs["hopplus"][1]["checkpoint"])
+    saved = torch.load(checkpoint, weights_only=True)
+    found = {"checkpoint": checkpoint, "missing": folder / "missing.pt", "folder": folder}
+    contents = {
+        "abacus": saved | {"device": "abacus"},
+        "two ranks": saved | {"states": saved["states"] * 2},
+        "other format": saved | {"format": "hopplus-0"},
+        "list": [1, 2],
+    }
+    for name, content in contents.items():
+        found[name] = folder / f"{name}.pt"
+        torch.save(content, found[name])
+    found["cut"], found["text"] = folder / "cut.pt", folder / "text.pt"
+    found["cut"].write_bytes(checkpoint.read_bytes()[:-5000])
+    found["text"].write_text("not a checkpoint")
+    return found
+
+
+REFUSED_FILES = [
+    ({"resume": "missing"}, "there is no checkpoint"),
+    ({"resume": "folder"}, "there is no checkpoint"),
+    ({"resume": "cut"}, "no readable checkpoint, perhaps cut short"),
+    ({"resume": "text"}, "no readable checkpoint"),
+    ({"resume": "other format"}, "its format is 'hopplus-0', not"),
+    ({"resume": "list"}, "its format is 'list'"),
+    ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
+    ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
+    ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
+    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-3'"),
+    ({"world_model_checkpoint": "cut"}, "cut short"),
+    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-4'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED_FILES)
+def test_files_that_do_not_fit_are_refused_before_anything_is_written(flags, words, files, tmp_path):
+    before = sorted(files["checkpoint"].parents[1].rglob("*"))
+    with pytest.raises(ValueError) as error:
+        run(tmp_path / "runs", **{name: str(files[value]) for name, value in flags.items()})
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "runs").exists() and sorted(files["checkpoint"].parents[1].rglob("*")) == before
+
+
+def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
+    """Seed s takes the checkpoint's seed s, again from the first where there are fewer"""
+    saved = torch.load(runs["hopplus"][1]["checkpoint"], weights_only=True)
+    weights = saved["states"][0]["networks"]
+    pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
+    vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
+    for name, form, networks in (("vae", "subgoals-3", vae), ("world", "world-model-4", {"world": pick["world"]})):
+        torch.save({"format": form, "args": saved["args"], "networks": networks}, tmp_path / f"{name}.pt")
+    started, train_iteration = [], hop.train_iteration
+
+    def watched(state, *due):
+        started.append(copy.deepcopy(state.state_dict()["networks"]))
+        return train_iteration(state, *due)
+
+    monkeypatch.setattr(hop, "train_iteration", watched)
+    files = {"vae_checkpoint": str(tmp_path / "vae.pt"), "world_model_checkpoint": str(tmp_path / "world.pt")}
+    run(tmp_path / "runs", num_seeds=3, total_timesteps=32, **files)
+    for name, network in (vae | {"world": pick["world"]}).items():
+        for key, x in network.items():
+            assert torch.equal(started[0][name][key], x[[0, 0, 0, 1, 1, 1, 0, 0, 0]]), (name, key)
+    other = dataclasses.replace(TINY_CONFIG, hare_reward=2.0)
+    with pytest.raises(ValueError, match=r"hare_reward 1\.0 \(asked for: 2\.0\)"):
+        run(tmp_path / "refused", config=other, world_model_checkpoint=files["world_model_checkpoint"])
+    with pytest.raises(ValueError, match="subgoal_hidden"):
+        run(tmp_path / "refused", subgoal_hidden=9, vae_checkpoint=files["vae_checkpoint"])
+    assert not (tmp_path / "refused").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_defaults_follow_method_and_device(monkeypatch):
+    monkeypatch.setattr(hop, "resolve_device", lambda device: torch.device("cpu" if device == "auto" else device))
+    gpu, cpu, ppo = hop.make_args("hopplus", "cuda"), hop.make_args("hopplus", "cpu"), hop.make_args("ppo", "cpu")
+    assert gpu == hop.Args(device="cuda") and hop.make_args() == dataclasses.replace(cpu, device="auto")
+    assert (gpu.num_envs, cpu.num_envs, ppo.num_envs) == (256, 128, 256) and cpu.log_every == 1
+    assert (ppo.subgoals, ppo.imagination, ppo.inter_episode_belief) == ("none", False, False)
+    omg = hop.make_args("ppo-omg", "cpu")
+    assert (omg.subgoals, omg.imagination, omg.inter_episode_belief) == ("inferred", False, True)
+    assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
+    assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
+    words = (
+        "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --wm-channel-weights 1 2 --seed 5"
+    )
+    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "wm_channel_weights": (1.0, 2.0), "seed": 5}
+    expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8)
+    assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
+    with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
+        hop.make_args("dqn")
+
+
+def test_help_shows_groups_and_true_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        hop.parse_args(["--help", "--method", "ppo", "--device", "cpu"])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert not stop.value.code
+    places = [text.index(f"{name.replace('_', '-')} options") for name in hop.GROUPS]
+    assert places == sorted(places) and len(places) == 8
+    for part in (
+        "E, games per seed (default: 256)",
+        "env steps per seed (default: 400000)",
+        "--anneal-lr, --no-anneal-lr",
+    ):
+        assert part in text, part
+    for name, group in hop.GROUPS.items():
+        for field in dataclasses.fields(group):
+            assert f"--{field.name.replace('_', '-')}" in text, (name, field.name)
+
+
+def test_every_flag_is_read_and_explained():
+    source = Path(hop.__file__).read_text()
+    _, body = source.split("# Networks, each for one learner", 1)
+    grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
+    own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
+    assert own == grouped.keys() - {field.name for field in dataclasses.fields(hop.StagHuntConfig)}
+    for name, group in grouped.items():
+        after = inspect.getsource(group).split(f"    {name}: ", 1)[1].split("\n", 2)[1]
+        assert after.startswith('    """') and len(after) > 12, name
+        assert name not in own or re.search(rf"\bargs\.{name}\b|\"{name}\"", body), f"{name} is read nowhere"
+
+
+BAD_FLAGS = [
+    ("--nonsense 3", "--nonsense"),
+    ("--num-envs three", "three"),
+    ("--num-envs", "--num-envs"),
+    ("--method dqn", "--method must be one of ppo, ppo-omg, hopplus, not dqn"),
+    ("--subgoals bayes", "bayes"),
+    ("--goal-kind cubic", "cubic"),
+    ("--device tpu", "tpu"),
+    ("--num-envs 0", "--num-envs must be >= 1, not 0"),
+    ("--num-steps -1", "--num-steps must be >= 1, not -1"),
+    ("--num-seeds 0", "--num-seeds must be >= 1"),
+    ("--seed -1", "--seed must be >= 0"),
+    ("--total-timesteps 0", "--total-timesteps must be >= 1"),
+    ("--log-every 0", "--log-every must be >= 1"),
+    ("--num-pictures -1", "--num-pictures must be >= 0"),
+    ("--save-seconds -1", "--save-seconds must be >= 0"),
+    ("--learning-rate -0.001", "--learning-rate must be > 0"),
+    ("--learning-rate nan", "--learning-rate must be > 0, not nan"),
+    ("--gamma 1.5", "--gamma must be 0 to 1"),
+    ("--gae-lambda nan", "--gae-lambda must be 0 to 1"),
+    ("--clip-coef 0", "--clip-coef must be > 0"),
+    ("--ent-coef -1", "--ent-coef must be >= 0"),
+    ("--max-grad-norm inf", "--max-grad-norm must be > 0, not inf"),
+    ("--kl-coef -1", "--kl-coef must be >= 0"),
+    ("--history-reset-prob 1.5", "--history-reset-prob must be 0 to 1"),
+    ("--subgoal-updates -1", "--subgoal-updates must be >= 0"),
+    ("--ppo-real-ratio 2", "--ppo-real-ratio must be 0 to 1"),
+    ("--ppo-real-ratio 0", "--ppo-real-ratio 0 needs --critic-data mixed"),
+    ("--num-minibatches 9999", "--num-minibatches exceeds"),
+    ("--imagination-horizon 33", "--imagination-horizon is measured on --num-steps 32"),
+    ("--seats random,random,random,random", "nobody learns"),
+    ("--seats learner,learner", "2 seats are named"),
+    ("--seats learner,me,learner,learner", "unknown player 'me'"),
+    ("--population random,me", "unknown player 'me'"),
+    ("--population random,random", "--population names a player twice"),
+    ("--redraw sometimes", "--redraw must be game, never or a probability"),
+    ("--subgoals oracle --goal-dim 3", "--subgoals oracle needs --goal-dim > 3"),
+    ("--goal-kind discrete --goal-dim 1", "--goal-kind discrete needs --goal-dim 2"),
+    ("--wm-channel-weights 1 1 1 1 1 1 1", "--wm-channel-weights belongs to --wm-head pixel"),
+    ("--wm-head pixel --wm-channel-weights 1 2", "--wm-channel-weights needs 7 numbers"),
+    ("--wm-head pixel --wm-channel-weights 1 1 1 1 1 1 -1", "--wm-channel-weights must be numbers >= 0"),
+    ("--prosocial", "--wm-head pixel"),
+    ("--share-parameters --strengths 1 2 3 4", "--share-parameters needs equal --strengths"),
+    ("--strengths 1 2", "--strengths must be 4 positive numbers"),
+    ("--height 2 --width 2", "too little room"),
+    ("--height 16 --width 16", "255"),
+    ("--final-time 300", "255"),
+    ("--num-players 9", "--num-players must be 2 to 8"),
+    ("--method ppo --vae-checkpoint vae.pt", "--vae-checkpoint needs"),
+    ("--method ppo-omg --world-model-checkpoint wm.pt", "--world-model-checkpoint needs --imagination"),
+    ("--resume nowhere.pt", "there is no checkpoint nowhere.pt"),
+    ("--run-dir setup.py", "is not a folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD_FLAGS, ids=[words for words, _ in BAD_FLAGS])
+def test_wrong_flags_end_with_one_line_and_nothing_on_disk(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.py").touch()
+    device = [] if "--device" in words else ["--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py", *device, *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        command_line(hop.parse_args, hop.main)
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert stop.value.code == 2 and line.startswith("error: ") and said in line and not printed.out
+    assert [path.name for path in tmp_path.iterdir()] == ["setup.py"]
+
+
+def test_a_copy_runs_under_its_own_name(tmp_path, monkeypatch):
+    copied = tmp_path / "my_copy.py"
+    shutil.copy(hop.__file__, copied)
+    spec = importlib.util.spec_from_file_location("my_copy", copied)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_copy", module)
+    spec.loader.exec_module(module)
+    args = module.make_args("ppo", "cpu", **{**TINY_FLAGS, "run_dir": str(tmp_path / "runs"), "total_timesteps": 32})
+    checkpoint = Path(module.main(args)["checkpoint"])
+    assert checkpoint.parent.name.startswith("my_copy__3x4_3h1s_3hares_ppo__1__")
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["script"]["name"] == "my_copy.py" and saved["args"]["exp_name"] == "my_copy"
+
+
+def test_a_mistake_in_an_edited_copy_keeps_its_traceback(tmp_path):
+    source = Path(hop.__file__).read_text()
+    line = "    steps_each = args.num_envs * args.num_steps\n"
+    assert source.count(line) == 1
+    copy = tmp_path / "edited.py"
+    copy.write_text(source.replace(line, line + "    first, second = (1, 2, 3)\n"))
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(hop.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    }
+    words = [
+        sys.executable,
+        str(copy),
+        "--method",
+        "ppo",
+        "--num-envs",
+        "2",
+        "--device",
+        "cpu",
+        "--run-dir",
+        str(tmp_path),
+    ]
+    found = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
+    assert found.returncode == 1 and "first, second = (1, 2, 3)" in found.stderr and "Traceback" in found.stderr

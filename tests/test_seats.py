@@ -1,0 +1,375 @@
+"""Who sits where: the map between seats and learners, redraws between games, and the exact posterior."""
+
+from typing import NamedTuple
+
+import pytest
+import reference_game as reference
+import torch
+from helpers import chi_square_p, games_of, seat_probs
+
+from stag_hunt_env import (
+    ALL_SEATS,
+    LEARNER,
+    PLAYER_PROBS,
+    POPULATION,
+    STRANGER_PROBS,
+    SeatFlags,
+    Seats,
+    StagHuntConfig,
+    StagHuntEnv,
+    State,
+    copy_state,
+    population_names,
+    redraw_prob,
+    sample,
+    seats_table,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = StagHuntConfig(height=3, width=5, num_players=3, num_stags=2, num_hares=2, final_time=6)
+TWO_TABLES = [["learner", "mixed", "learner"], ["nearest_hare", "learner", "switching"]]
+
+
+def make(tables, games=3, config=CONFIG, seed=1, **options):
+    torch.manual_seed(seed)
+    env = StagHuntEnv(config, games * len(tables), seed=seed)
+    return env, Seats(env, tables, **options)
+
+
+class Step(NamedTuple):
+    state: State  # before the step, and so are:
+    kinds: torch.Tensor
+    posterior: torch.Tensor
+    expected: torch.Tensor  # posterior_probs
+    probs: torch.Tensor
+    actions: torch.Tensor
+    present: torch.Tensor
+    done: torch.Tensor
+    next_kinds: torch.Tensor
+    next_posterior: torch.Tensor
+
+
+def play(env, seats, steps):
+    for _ in range(steps):
+        state = copy_state(env.state)
+        kinds, posterior = seats.kinds.clone(), seats.posterior()
+        learner_probs = None
+        if seats.num_learners and not seats.watch:
+            learner_probs = seats.to_learners(PLAYER_PROBS["random"](env, state, ALL_SEATS))
+        probs = seats.action_probs(state, learner_probs)
+        expected, actions = seats.posterior_probs(), sample(probs)
+        _, _, present, done = env.step(actions)
+        seats.update(actions, present, done)
+        yield Step(
+            state, kinds, posterior, expected, probs, actions, present, done, seats.kinds.clone(), seats.posterior()
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The map between seats and learners
+
+
+def numbered(games, n=3):
+    """[B, N] whose entry says game and seat: 10 * game + seat"""
+    return 10 * torch.arange(games)[:, None] + torch.arange(n)
+
+
+def test_learners_are_numbered_block_by_block_and_seat_by_seat():
+    _, seats = make(TWO_TABLES)
+    assert (seats.num_blocks, seats.num_envs, seats.num_learners) == (2, 3, 3)
+    x = numbered(6)
+    assert seats.to_learners(x).tolist() == [[0, 10, 20], [2, 12, 22], [31, 41, 51]]
+    assert seats.learner_seat.tolist() == [[0] * 3, [2] * 3, [1] * 3]
+    assert seats.per_learner(x[:, 0]).tolist() == [[0, 10, 20], [0, 10, 20], [30, 40, 50]]
+    back = seats.to_seats(seats.to_learners(x), torch.full_like(x, -1))
+    learns = torch.tensor([[True, False, True]] * 3 + [[False, True, False]] * 3)
+    assert torch.equal(back, torch.where(learns, x, -1))
+    deep = torch.rand(6, 3, 4, 2)
+    assert torch.equal(seats.to_learners(deep)[2, 1], deep[4, 1])
+    assert torch.equal(
+        seats.to_seats(seats.to_learners(deep), deep + 1), torch.where(learns[..., None, None], deep, deep + 1)
+    )
+    assert seats.has_rule_based
+
+
+def test_everybody_learns():
+    _, seats = make([["learner"] * 3] * 2)
+    x = numbered(6)
+    assert seats.to_learners(x).tolist() == [[10 * g + s for g in range(b, b + 3)] for b in (0, 3) for s in range(3)]
+    assert torch.equal(seats.to_seats(seats.to_learners(x)), x)
+    assert seats.num_learners == 6 and not seats.has_rule_based
+    assert seats.per_learner(x[:, 1]).tolist() == [[1, 11, 21]] * 3 + [[31, 41, 51]] * 3
+
+
+def test_shared_parameters_make_one_learner_of_a_block():
+    _, seats = make([["learner", "mixed", "learner"], ["learner", "learner", "random"]], share_parameters=True)
+    x = numbered(6)
+    rows = [[0, 10, 20, 2, 12, 22], [30, 40, 50, 31, 41, 51]]  # seat by seat
+    assert seats.num_learners == 2 and seats.to_learners(x).tolist() == rows
+    assert seats.learner_seat.tolist() == [[0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1]]
+    assert seats.per_learner(x[:, 0]).tolist() == [[0, 10, 20] * 2, [30, 40, 50] * 2]
+    back = seats.to_seats(seats.to_learners(x), torch.full_like(x, -1))
+    assert back.tolist() == [[10 * g, -1, 10 * g + 2] for g in range(3)] + [
+        [10 * g, 10 * g + 1, -1] for g in range(3, 6)
+    ]
+    _, everybody = make([["learner"] * 3] * 2, share_parameters=True)
+    assert torch.equal(everybody.to_seats(everybody.to_learners(x)), x) and everybody.learner_seat.shape == (2, 9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who plays
+
+
+def test_everybody_plays_by_the_rule_of_who_sits_there():
+    tables = [["learner", "mixed", "waiting"], ["last_stag", "learner", "switching"]]
+    env, seats = make(tables, population=("nearest_hare", "first_stag"))
+    rules, seen = PLAYER_PROBS | STRANGER_PROBS, set()
+    assert seats.names[:2] == ["nearest_hare", "first_stag"]
+    for step in play(env, seats, 40):
+        for b in range(6):
+            for i in range(3):
+                kind = int(step.kinds[b, i])
+                name = "random" if kind == LEARNER else seats.names[kind]  # learners play at random here
+                assert torch.equal(step.probs[b, i], rules[name](env, step.state, i)[b]), name
+                seen.add((tables[b // 3][i], name))
+    mixed = {("mixed", "nearest_hare"), ("mixed", "first_stag")}
+    assert seen == mixed | {("learner", "random"), ("waiting", "waiting"), ("last_stag", "last_stag")} | {
+        ("switching", "nearest_stag"),
+        ("switching", "nearest_hare"),
+    }
+
+
+def test_without_rule_based_players_nothing_is_computed(monkeypatch):
+    env, seats = make([["learner"] * 3])
+    for name in PLAYER_PROBS:
+        monkeypatch.setitem(PLAYER_PROBS, name, None)  # whoever asks fails
+    seats._rules = None
+    learner_probs = torch.rand(3, 3, 7)
+    probs = seats.action_probs(env.state, learner_probs)
+    assert torch.equal(probs, learner_probs.movedim(0, 1)) and seats.posterior_probs() is probs
+    seats.update(
+        torch.zeros(3, 3, dtype=torch.int64), torch.ones(3, 3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
+    )
+    torch.testing.assert_close(seats.posterior(), torch.full((3, 3, 3), 1 / 3))
+    assert (seats.kinds == LEARNER).all()
+    assert seats.oracle_id().tolist() == [[[0, 0, 0, 1]] * 3] * 3
+
+
+def test_only_players_that_are_needed_are_asked(monkeypatch):
+    for name in ("first_stag", "last_stag"):
+        monkeypatch.setitem(PLAYER_PROBS, name, None)
+    for name in STRANGER_PROBS:
+        monkeypatch.setitem(STRANGER_PROBS, name, None)
+    env, seats = make([["learner", "mixed", "switching"]])
+    assert seats.names == list(POPULATION)
+    assert len(list(play(env, seats, 3))) == 3
+
+
+def test_watching():
+    """Drawn players sit in all seats, and the learners' map stays that of the table."""
+    env, seats = make([["learner", "waiting", "learner"]], games=500, watch=True)
+    assert seats.has_rule_based and seats.num_learners == 2 and seats.learner_seat[:, 0].tolist() == [0, 2]
+    assert seats.names == list(POPULATION)
+    for seat in range(3):
+        assert chi_square_p(torch.bincount(seats.kinds[:, seat], minlength=3)) > 1e-3
+    for step in play(env, seats, 8):
+        assert torch.equal(step.probs, seat_probs(env, step.state, step.kinds))
+    assert (seats.oracle_id()[..., 3] == 0).all() and (seats.oracle_id().sum(2) == 1).all()
+    with pytest.raises(ValueError, match="watch"):
+        seats.action_probs(env.state, torch.rand(2, 500, 7))
+    everybody_env, everybody = make([["learner"] * 3], games=4, watch=True)
+    assert everybody.has_rule_based and everybody.action_probs(everybody_env.state).shape == (4, 3, 7)
+    x = torch.rand(4, 3)
+    assert torch.equal(everybody.to_seats(everybody.to_learners(x)), x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Redraws
+
+
+@pytest.mark.parametrize("redraw, prob", [("game", 1.0), ("never", 0.0), (0.25, 0.25), ("0.25", 0.25)])
+def test_a_mixed_seat_is_drawn_anew_only_between_games(redraw, prob):
+    tables = [["learner", "mixed", "mixed"], ["random", "learner", "mixed"]]
+    env, seats = make(tables, games=100, redraw=redraw)
+    mixed = torch.tensor([[name == "mixed" for name in table] for table in tables]).repeat_interleave(100, 0)
+    assert chi_square_p(torch.bincount(seats.kinds[mixed], minlength=3)) > 1e-3
+    pairs = torch.zeros(3, 3)  # who sat there before and after the end of a game
+    for step in play(env, seats, 40):
+        ended = mixed & step.done[:, None]
+        assert torch.equal(step.kinds[~ended], step.next_kinds[~ended]), "swapped in the middle of a game"
+        assert (step.kinds[:100, 0] == LEARNER).all() and (step.kinds[100:, 1] == LEARNER).all()
+        assert (step.kinds[100:, 0] == 0).all()
+        pairs += torch.bincount(3 * step.kinds[ended] + step.next_kinds[ended], minlength=9).view(3, 3)
+    assert pairs.sum() > 1500
+    for old in range(3):
+        expected = torch.full((3,), prob / 3)
+        expected[old] += 1 - prob
+        if prob == 0:
+            assert pairs[old, expected == 0].sum() == 0
+        else:
+            assert chi_square_p(pairs[old], expected) > 1e-3
+
+
+def test_who_switches_hunts_stag_in_one_game_and_hare_in_the_next():
+    env, seats = make([["switching", "learner", "switching"]], games=400)
+    stag, hare = (seats.names.index(name) for name in ("nearest_stag", "nearest_hare"))
+    counts = [
+        int(((seats.kinds[:, 0] == a) & (seats.kinds[:, 2] == b)).sum()) for a in (stag, hare) for b in (stag, hare)
+    ]
+    assert sum(counts) == 400 and chi_square_p(counts) > 1e-3
+    games = torch.zeros(400, dtype=torch.int64)
+    first = seats.kinds.clone()
+    for step in play(env, seats, 30):
+        flipped = torch.where((games % 2 == 1)[:, None] & (first != LEARNER), stag + hare - first, first)
+        assert torch.equal(step.kinds, flipped)
+        games += step.done
+    assert games.min() >= 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can be known
+
+
+def slow_posterior(config, seen, population, redraw, remember, mixed):
+    """Plain Python: [(game before the step, seat, action, acted, done)] of one seat -> posteriors before each step"""
+    prior = [1 / len(population)] * len(population)
+    posterior, found = prior, []
+    for game, seat, action, acted, done in seen:
+        found.append(posterior)
+        if acted:
+            likelihood = [reference.player_probs(config, game, seat, name)[action] for name in population]
+            joint = [p * max(chance, 1e-9) for p, chance in zip(posterior, likelihood, strict=True)]
+            posterior = [p / sum(joint) for p in joint]
+        if done:
+            forget = (redraw if mixed else 0.0) if remember else 1.0
+            posterior = [(1 - forget) * p + forget * q for p, q in zip(posterior, prior, strict=True)]
+    return found
+
+
+BAYES = [("game", True, 0), ("game", False, 0), ("never", True, 1), (0.3, True, 0), (0.3, False, 0)]
+
+
+@pytest.mark.parametrize("redraw, remember, walls", BAYES)
+def test_posterior_is_that_of_plain_bayes(redraw, remember, walls):
+    config = StagHuntConfig(4, 5, num_players=3, num_stags=2, num_hares=2, final_time=6, max_wall_pieces=walls)
+    population = ("nearest_hare", "random", "last_stag", "first_stag")
+    tables = [["mixed", "learner", "nearest_hare"], ["mixed", "mixed", "noisy_stag"]]
+    env, seats = make(tables, 4, config, population=population, redraw=redraw, remember=remember)
+    steps = list(play(env, seats, 32))
+    games = [games_of(step.state) for step in steps]
+    for b in range(8):
+        for i, name in enumerate(tables[b // 4]):
+            if name == "learner":
+                assert all((step.posterior[b, i] == 0.25).all() for step in steps)
+                assert all(torch.equal(step.expected[b, i], step.probs[b, i]) for step in steps)
+                continue
+            seen = [
+                (games[t][b], i, int(step.actions[b, i]), bool(step.present[b, i]), bool(step.done[b]))
+                for t, step in enumerate(steps)
+            ]
+            expected = slow_posterior(config, seen, population, redraw_prob(redraw), remember, name == "mixed")
+            for t, step in enumerate(steps):
+                assert step.posterior[b, i].tolist() == pytest.approx(expected[t], abs=1e-5)
+                table = torch.tensor([reference.player_probs(config, games[t][b], i, player) for player in population])
+                mixture = (torch.tensor(expected[t])[:, None] * table).sum(0)
+                torch.testing.assert_close(step.expected[b, i], mixture, atol=1e-5, rtol=0)
+    assert sum(int(step.done.sum()) for step in steps) >= 40
+
+
+def test_memory_keeps_what_many_games_showed_and_stays_finite():
+    env, seats = make([["nearest_hare", "learner", "switching"]], games=16, remember=True)
+    steps = list(play(env, seats, 120))
+    assert (steps[-1].posterior[:, 0, seats.names.index("nearest_hare")] > 0.99).all()
+    assert all(torch.isfinite(step.posterior).all() for step in steps)
+    assert torch.isfinite(seats.log_posterior).all()
+    torch.testing.assert_close(steps[-1].posterior.sum(2), torch.ones(16, 3))
+
+
+def test_only_those_on_the_board_and_no_learners_are_judged():
+    env, seats = make([["random", "nearest_stag", "learner"]], games=8, remember=True)
+    seats.action_probs(env.state, torch.full((1, 8, 7), 1 / 7))
+    no, yes = torch.zeros(8, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
+    stays = torch.full((8, 3), 4)
+    seats.update(stays, torch.stack([no, no, no], 1), no)
+    torch.testing.assert_close(seats.posterior(), torch.full((8, 3, 3), 1 / 3))
+    seats.update(stays, torch.stack([yes, no, yes], 1), no)
+    posterior = seats.posterior()
+    torch.testing.assert_close(posterior[:, 1:], torch.full((8, 2, 3), 1 / 3))
+    assert (posterior[:, 0, 0] > 0.99).all(), "only `random` stays where it could walk"
+
+
+def test_oracle_id():
+    tables = [["learner", "mixed", "waiting"], ["last_stag", "nearest_hare", "switching"]]
+    env, seats = make(tables, games=20)
+    for step in play(env, seats, 15):
+        oracle = seats.oracle_id()
+        assert oracle.shape == (40, 3, 4) and oracle.dtype == torch.float32
+        assert (oracle[:20, 0] == torch.tensor([0.0, 0, 0, 1])).all()
+        assert torch.equal(oracle[:20, 1].argmax(1), step.next_kinds[:20, 1]) and (oracle[:20, 1].sum(1) == 1).all()
+        assert (oracle[:20, 2] == 0).all() and (
+            oracle[20:, 0] == 0
+        ).all()  # a stranger, and a player not in the population
+        assert (oracle[20:, 1] == torch.tensor([0.0, 0, 1, 0])).all()
+        assert torch.equal(oracle[20:, 2].argmax(1), step.next_kinds[20:, 2])  # switching: whom it plays in this game
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving, errors, flags
+
+
+def test_a_loaded_state_goes_on_bit_for_bit():
+    tables = [["learner", "mixed", "switching"], ["mixed", "waiting", "learner"]]
+    (env, seats), (other_env, other) = (make(tables, 6, seed=seed, redraw=0.5, remember=True) for seed in (1, 2))
+    list(play(env, seats, 20))
+    places = [x.data_ptr() for x in other.state_dict().values()]
+    other_env.load_state_dict(env.state_dict())
+    other.load_state_dict({name: x.clone() for name, x in seats.state_dict().items()})
+    assert places == [x.data_ptr() for x in other.state_dict().values()], "in place"
+    runs = []
+    for pair in ((env, seats), (other_env, other)):
+        torch.manual_seed(7)
+        runs.append(list(play(*pair, 20)))
+    for ours, expected in zip(*runs, strict=True):
+        for x, y in zip(ours[1:], expected[1:], strict=True):
+            assert torch.equal(x, y)
+
+
+ERRORS = [
+    (lambda env: Seats(env, [["learner", "learner"]]), ["2 seats", "3 players"]),
+    (lambda env: Seats(env, [["learner", "learner", "somebody"]]), ["somebody", "nearest_stag", "switching"]),
+    (lambda env: Seats(env, [["learner"] * 3] * 4), ["6 games", "4 tables"]),
+    (lambda env: Seats(env, TWO_TABLES, share_parameters=True), ["[2, 1]"]),
+    (lambda env: Seats(env, TWO_TABLES, population=("random", "nobody")), ["nobody"]),
+    (lambda env: Seats(env, TWO_TABLES, population="random,waiting"), ["waiting"]),
+    (lambda env: Seats(env, TWO_TABLES, population="random,random"), ["twice"]),
+    (lambda env: Seats(env, TWO_TABLES, population=""), ["''"]),
+    (lambda env: Seats(env, TWO_TABLES, redraw="sometimes"), ["--redraw", "sometimes"]),
+    (lambda env: Seats(env, TWO_TABLES, redraw=1.5), ["1.5"]),
+    (lambda env: Seats(env, TWO_TABLES, redraw="nan"), ["nan"]),
+    (lambda env: Seats(env, TWO_TABLES).action_probs(env.state), ["learner_probs"]),
+    (lambda env: Seats(env, TWO_TABLES).load_state_dict({}), ["kinds"]),
+    (lambda env: Seats(env, TWO_TABLES).load_state_dict({"kinds": torch.zeros(6, 3)}), ["kinds", "float32", "int64"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, words", ERRORS)
+def test_wrong_seats_are_refused_in_one_line(call, words):
+    with pytest.raises(ValueError) as caught:
+        call(StagHuntEnv(CONFIG, 6))
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_flags_of_seats():
+    flags = SeatFlags()
+    assert seats_table(flags.seats, 3) == ["learner"] * 3
+    assert seats_table("learner,mixed,waiting", 3) == ["learner", "mixed", "waiting"]
+    assert population_names(flags.population) == list(POPULATION)
+    assert [redraw_prob(x) for x in ("game", "never", "0.3", 1, 0)] == [1, 0, 0.3, 1, 0] and redraw_prob(
+        flags.redraw
+    ) == 1
+
+
+def test_tables_without_learners_are_for_watching_a_game():
+    env, seats = make([["random", "mixed", "switching"]])
+    assert seats.num_learners == 0 and seats.action_probs(env.state).shape == (3, 3, 7)
