@@ -447,8 +447,10 @@ class BoardEncoder(nn.Module):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
         vectors = F.embedding(self.lookup[self.kind, entities[:, :1], entities], self.table)
         players, stags, hares = vectors.split(self.sizes, 1)
-        nothing = self.table[-1:].expand(len(entities), -1)[:, None]
-        seen = [players.sum(1), *(torch.cat([prey, nothing], 1).amax(1) for prey in (stags, hares))]
+        nothing = self.table[-1].expand(len(entities), -1)
+        seen = [players.sum(1)]
+        for prey in (stags, hares):
+            seen.append(torch.maximum(prey.amax(1), nothing) if prey.shape[1] else nothing)
         if self.walls is not None:
             seen[0] = seen[0] + self.walls(walls)
         return F.relu(self.mix(torch.cat(seen, 1)))
@@ -631,20 +633,25 @@ class WorldModel(nn.Module):
         return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
 
     def predict(self, board, joint):
-        """-> the most likely next board uint8 [n, C, H, W], reward [n], the probabilities behind the board [n, C, H,
-        W]"""
+        """-> the most likely next board uint8 [n, C, H, W], reward [n]"""
         outcome, taken, payoff = self(board, joint)
+        certain = torch.zeros_like(outcome).scatter(2, outcome.argmax(2, keepdim=True), 1.0)
+        return self.paint(board, certain, (taken > 0).float()).to(torch.uint8), self.payoffs[payoff.argmax(1)]
+
+    def expected_planes(self, board, joint):
+        """-> float [n, C, H, W]: the probabilities behind the prediction"""
+        outcome, taken, _ = self(board, joint)
+        return self.paint(board, outcome.softmax(2), taken.sigmoid())
+
+    def paint(self, board, outcome, taken):
+        """Probabilities of each player's outcome [n, N, 6] and of the prey on its cell being taken [n, N] -> planes"""
         planes, cell, present = self.read(board)
         target = F.pad(self.target[cell], (0, 1), value=planes.shape[2])  # [n, N, 6] where each outcome leads
-        nowhere = torch.zeros_like(F.pad(planes[:, : self.num_players], (0, 1)), dtype=torch.float32)
-        probs = nowhere.scatter(2, target, outcome.softmax(2) * present[..., None])  # [n, N, H*W + 1]
-        best = target.gather(2, outcome.argmax(2, keepdim=True)).masked_fill(~present[..., None], planes.shape[2])
-        players = nowhere.scatter(2, best, 1.0)
-        lost = nowhere.scatter(2, cell[..., None], (taken.sigmoid() * present)[..., None]).amax(1, keepdim=True)
-        walls, prey = planes[:, self.num_players, None], planes[:, -2:]
-        probs = torch.cat([probs[..., :-1], walls, prey * (1 - lost[..., :-1])], 1)
-        next_planes = torch.cat([players[..., :-1].to(torch.uint8), walls, prey * (lost[..., :-1] <= 0.5)], 1)
-        return next_planes.view(board.shape), self.payoffs[payoff.argmax(1)], probs.view(board.shape)
+        nowhere = torch.zeros_like(outcome[..., :1]).expand(-1, -1, planes.shape[2] + 1)
+        players = nowhere.scatter(2, target, outcome * present[..., None])
+        lost = nowhere.scatter(2, cell[..., None], (taken * present)[..., None]).amax(1, keepdim=True)
+        prey = planes[:, -2:] * (1 - lost[..., :-1])
+        return torch.cat([players[..., :-1], planes[:, self.num_players, None], prey], 1).view(board.shape)
 
 
 class PixelWorldModel(nn.Module):
@@ -669,7 +676,10 @@ class PixelWorldModel(nn.Module):
 
     def predict(self, board, joint):
         planes, paid = self(board, joint)
-        return (planes > 0.5).to(torch.uint8), paid, planes
+        return (planes > 0.5).to(torch.uint8), paid
+
+    def expected_planes(self, board, joint):
+        return self(board, joint)[0]
 
 
 class ActorCritic(nn.Module):
@@ -1565,12 +1575,17 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
 @compilable
 def predict_step(args: Args, config: StagHuntConfig, world: Stacked, board, joint):
     """board [M, n, C, H, W], joint [M, n, N] -> the first ensemble member's next board, its reward, clipped to the
-    game's payoffs, the probabilities behind the board, and where the members disagree bool [M, n]"""
+    game's payoffs, and where the members disagree bool [M, n]"""
     copies = (x.repeat_interleave(args.wm_ensemble, 0) for x in (board, joint))
-    boards, reward, probs = (x.unflatten(0, (-1, args.wm_ensemble)) for x in world(*copies, method="predict"))
+    boards, reward = (x.unflatten(0, (-1, args.wm_ensemble)) for x in world(*copies, method="predict"))
     disagree = (boards != boards[:, :1]).flatten(3).any(3).any(1)
-    reward = reward[:, 0].clamp(min(config.payoffs()), max(config.payoffs()))
-    return boards[:, 0], reward, probs[:, 0], disagree
+    return boards[:, 0], reward[:, 0].clamp(min(config.payoffs()), max(config.payoffs())), disagree
+
+
+def expected_planes(args: Args, world: Stacked, board, joint):
+    """-> float [M, n, C, H, W]: the probabilities behind the first member's prediction"""
+    copies = (x.repeat_interleave(args.wm_ensemble, 0) for x in (board, joint))
+    return world(*copies, method="expected_planes")[:: args.wm_ensemble]
 
 
 @torch.no_grad()
@@ -1585,7 +1600,7 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
     for k in range(games.done.shape[1]):
         valid = valid & learner_mask(config, games.board[:, k])
         reward = games.reward[:, k]
-        next_board, next_reward, probs, disagree = predict_step(args, config, networks.world, board, games.joint[:, k])
+        next_board, next_reward, disagree = predict_step(args, config, networks.world, board, games.joint[:, k])
         off, next_off = (
             torch.stack([(x - payoff).abs() for payoff in config.payoffs()], -1) for x in (reward, next_reward)
         )
@@ -1597,7 +1612,8 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
             (exact & paid & valid).sum(1) >= args.trust_exact_match * valid.sum(1)
         )  # without a game: trusted
         if k == 0:
-            squared = (probs - games.next_board[:, 0]).square().mean((3, 4))  # [M, E, C]
+            planes = expected_planes(args, networks.world, board, games.joint[:, 0])
+            squared = (planes - games.next_board[:, 0]).square().mean((3, 4))  # [M, E, C]
             metrics |= {f"wm/per_channel_mse/{c}": masked_mean(squared[..., c], valid) for c in range(squared.shape[2])}
             metrics["wm/obs_mse"] = masked_mean(squared.mean(2), valid)
             metrics["wm/reward_mse"] = masked_mean((next_reward - reward).square(), valid)
@@ -1630,7 +1646,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = sample(log_probs.exp())
         joint = torch.cat([action[..., None], sample(opponent_probs)], 2)
-        next_board, reward, _, disagree = predict_step(args, config, networks.world, board, joint)
+        next_board, reward, disagree = predict_step(args, config, networks.world, board, joint)
         mask = mask & (step < horizon)[:, None] & ~disagree
         time_now = time_now + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_now, first_hunt)
@@ -1908,7 +1924,7 @@ def draw_pictures(state: "TrainState", samples: dict, metrics: dict, writers: li
             t = int(learner_mask(config, transitions.board[first, :, 0]).int().argmax())
             board, joint = transitions.board[:, t, :1], transitions.joint[:, t, :1]
             with torch.no_grad():
-                probs = predict_step(args, config, state.networks.world, board, joint)[2][first, 0]
+                probs = expected_planes(args, state.networks.world, board, joint)[first, 0]
             shown = board[first, 0], transitions.next_board[first, t, 0], probs
             picture = np.concatenate([render_planes(config, planes.cpu()) for planes in shown], 1)
             writer.add_image("wm/prediction", picture, step, dataformats="HWC")

@@ -259,8 +259,10 @@ class BoardEncoder(nn.Module):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
         vectors = F.embedding(self.lookup[self.kind, entities[:, :1], entities], self.table)
         players, stags, hares = vectors.split(self.sizes, 1)
-        nothing = self.table[-1:].expand(len(entities), -1)[:, None]
-        seen = [players.sum(1), *(torch.cat([prey, nothing], 1).amax(1) for prey in (stags, hares))]
+        nothing = self.table[-1].expand(len(entities), -1)
+        seen = [players.sum(1)]
+        for prey in (stags, hares):
+            seen.append(torch.maximum(prey.amax(1), nothing) if prey.shape[1] else nothing)
         if self.walls is not None:
             seen[0] = seen[0] + self.walls(walls)
         return F.relu(self.mix(torch.cat(seen, 1)))

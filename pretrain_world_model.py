@@ -335,20 +335,25 @@ class WorldModel(nn.Module):
         return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
 
     def predict(self, board, joint):
-        """-> the most likely next board uint8 [n, C, H, W], reward [n], the probabilities behind the board [n, C, H,
-        W]"""
+        """-> the most likely next board uint8 [n, C, H, W], reward [n]"""
         outcome, taken, payoff = self(board, joint)
+        certain = torch.zeros_like(outcome).scatter(2, outcome.argmax(2, keepdim=True), 1.0)
+        return self.paint(board, certain, (taken > 0).float()).to(torch.uint8), self.payoffs[payoff.argmax(1)]
+
+    def expected_planes(self, board, joint):
+        """-> float [n, C, H, W]: the probabilities behind the prediction"""
+        outcome, taken, _ = self(board, joint)
+        return self.paint(board, outcome.softmax(2), taken.sigmoid())
+
+    def paint(self, board, outcome, taken):
+        """Probabilities of each player's outcome [n, N, 6] and of the prey on its cell being taken [n, N] -> planes"""
         planes, cell, present = self.read(board)
         target = F.pad(self.target[cell], (0, 1), value=planes.shape[2])  # [n, N, 6] where each outcome leads
-        nowhere = torch.zeros_like(F.pad(planes[:, : self.num_players], (0, 1)), dtype=torch.float32)
-        probs = nowhere.scatter(2, target, outcome.softmax(2) * present[..., None])  # [n, N, H*W + 1]
-        best = target.gather(2, outcome.argmax(2, keepdim=True)).masked_fill(~present[..., None], planes.shape[2])
-        players = nowhere.scatter(2, best, 1.0)
-        lost = nowhere.scatter(2, cell[..., None], (taken.sigmoid() * present)[..., None]).amax(1, keepdim=True)
-        walls, prey = planes[:, self.num_players, None], planes[:, -2:]
-        probs = torch.cat([probs[..., :-1], walls, prey * (1 - lost[..., :-1])], 1)
-        next_planes = torch.cat([players[..., :-1].to(torch.uint8), walls, prey * (lost[..., :-1] <= 0.5)], 1)
-        return next_planes.view(board.shape), self.payoffs[payoff.argmax(1)], probs.view(board.shape)
+        nowhere = torch.zeros_like(outcome[..., :1]).expand(-1, -1, planes.shape[2] + 1)
+        players = nowhere.scatter(2, target, outcome * present[..., None])
+        lost = nowhere.scatter(2, cell[..., None], (taken * present)[..., None]).amax(1, keepdim=True)
+        prey = planes[:, -2:] * (1 - lost[..., :-1])
+        return torch.cat([players[..., :-1], planes[:, self.num_players, None], prey], 1).view(board.shape)
 
 
 class PixelWorldModel(nn.Module):
@@ -373,7 +378,10 @@ class PixelWorldModel(nn.Module):
 
     def predict(self, board, joint):
         planes, paid = self(board, joint)
-        return (planes > 0.5).to(torch.uint8), paid, planes
+        return (planes > 0.5).to(torch.uint8), paid
+
+    def expected_planes(self, board, joint):
+        return self(board, joint)[0]
 
 
 def make_world_model(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Stacked:
@@ -460,7 +468,7 @@ class Prediction(NamedTuple):
 @torch.no_grad()
 def predict_boards(world: Stacked, board, joint, size: int = 2048) -> Prediction:
     parts = zip(board.split(size, 1), joint.split(size, 1), strict=True)
-    parts = [Prediction(*world(*rows, method="predict")) for rows in parts]
+    parts = [Prediction(*world(*rows, method="predict"), world(*rows, method="expected_planes")) for rows in parts]
     return Prediction(*(torch.cat(field, 1) for field in zip(*parts, strict=True)))
 
 

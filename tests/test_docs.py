@@ -31,6 +31,7 @@ import experiments
 import game
 import search
 import speed
+import subgoals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
@@ -39,7 +40,8 @@ MODULES = {
     **TRAINING,
     **{"stag_hunt_env.py": stag_hunt_env, "pretrain_vae.py": pretrain_vae},
     **{"pretrain_world_model.py": pretrain_world_model, "evaluation/evaluate.py": evaluate},
-    **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "benchmarks/dashboard.py": dashboard},
+    **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "evaluation/subgoals.py": subgoals},
+    "benchmarks/dashboard.py": dashboard,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
     "benchmarks/speed.py": speed,
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import hopplus_ppo
 import stag_hunt_env as game
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
 import adapt
 import cross_play
 import evaluate
+import subgoals
 
 ROOT = Path(game.__file__).resolve().parent
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -677,3 +679,42 @@ def test_the_interval_off_the_diagonal():
     assert (mean, half) == pytest.approx(evaluate.interval(own + partner))
     mean, half = cross_play.off_diagonal(np.array([[9.0, 1.0], [2.0, 9.0]]))
     assert mean == 1.5 and math.isnan(half)
+
+
+def test_the_probe_of_subgoals(run, tmp_path):
+    """Subgoals that name the prey are read off, and those that do not are not; the labels are the prey of that game."""
+    generator = torch.Generator().manual_seed(1)
+    taken = torch.randint(3, (600,), generator=generator)
+    place, noise = torch.arange(600), torch.randn(600, 4, generator=generator)
+    right, held_out = subgoals.probe_accuracy(torch.cat([noise, F.one_hot(taken, 3).float()], 1), taken, place)
+    assert right.all() and held_out.tolist() == [k % 2 == 1 for k in range(600)]
+    assert subgoals.probe_accuracy(noise, taken, place)[0].float().mean() < 0.45
+
+    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
+    state = evaluate.make_state(args.run, [["learner"] * 3], [1], [0, 1, 2], num_envs=8, imagination=False)
+    state.env.reset(5)
+    kept, play = [], evaluate.play
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
+        goals, found, clock, place = subgoals.collect(args.run, state)
+    transitions, outputs, _ = kept[0]
+    expected = []
+    for m, t, e, k in itertools.product(*(range(size) for size in (*transitions.done.shape, 2))):
+        begin = next((u + 1 for u in range(t - 1, -1, -1) if transitions.done[m, u, e]), None)
+        end = next((u for u in range(t, transitions.done.shape[1]) if transitions.done[m, u, e]), None)
+        if begin is None or end is None or not transitions.board[m, t, e, k + 1].any():
+            continue
+        caught = [
+            int(transitions.joint[m, u, e, k + 1]) - 4
+            for u in range(begin, end + 1)
+            if transitions.exited[m, u, e, k + 1]
+        ]
+        expected.append((sum(caught), int(transitions.time[m, t, e]), e))
+    assert sorted(expected) == sorted(zip(found.tolist(), clock.tolist(), place.tolist(), strict=True)) and expected
+    assert goals.shape == (len(expected), outputs["goals"].shape[3] // 2)
+    scores = subgoals.main(args)
+    assert 0 <= scores["probe_accuracy"] <= 1 and 1 / 3 <= scores["majority"] <= 1
+    folder = args.run.path.parent
+    assert (folder / "subgoals_learner-learner-learner.png").stat().st_size > 5000
+    rows = list(csv.reader((folder / "subgoals_learner-learner-learner.csv").open()))
+    assert rows[0] == ["step", "accuracy", "samples"] and len(rows) > 2

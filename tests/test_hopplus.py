@@ -162,7 +162,8 @@ def test_a_predicted_board_is_a_board(config):
         board = env.observe(env.state)[:, 0]
         joint = torch.randint(7, (100, n), generator=generator)
         with torch.no_grad():
-            after, reward, probs = (x[0] for x in world(board[None], joint[None], method="predict"))
+            after, reward = (x[0] for x in world(board[None], joint[None], method="predict"))
+            probs = world(board[None], joint[None], method="expected_planes")[0]
         players, new_players = board[:, :n].flatten(2), after[:, :n].flatten(2)
         here, there = players.sum(2), new_players.sum(2)
         prey = board[:, n + 1 :].flatten(2).amax(1)
@@ -192,7 +193,7 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
     joint = torch.randint(7, (len(board), 3), generator=generator)
     better = 0
     with torch.no_grad():
-        likely, reward, _ = (x[0] for x in world(board[None], joint[None], method="predict"))
+        likely, reward = (x[0] for x in world(board[None], joint[None], method="predict"))
         best = world(*(x[None] for x in (board, joint, likely, reward)), method="loss")[0]
         for _ in range(20):
             actions = torch.randint(7, (len(board), 3), generator=generator)
