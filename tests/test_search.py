@@ -383,7 +383,7 @@ class TrueWorld:
         after, reward = after.view_as(board).clone(), reward.view(board.shape[:2]).clone()
         if self.members > 1:
             after[1 :: self.members], reward[1 :: self.members] = 1, 7.0
-        return after, reward, after.float()
+        return after, reward
 
 
 @pytest.mark.parametrize(("members", "share"), [(1, True), (2, False)])
