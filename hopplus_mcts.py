@@ -1590,7 +1590,7 @@ def expected_planes(args: Args, world: Stacked, board, joint):
 
 @torch.no_grad()
 def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, transitions: Transitions):
-    """Plays fresh games [M, T, E, ...], not yet trained on, again inside the world model, from the first step collected,
+    """Plays fresh games [M, T, E, ...], not trained on yet, again in the world model, from the first collected step,
     with the actions that were played (at most 1024 games). -> for how many steps boards and payoffs are right [M],
     metrics [M]"""
     stride = math.ceil(transitions.done.shape[2] / 1024)
