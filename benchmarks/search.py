@@ -114,11 +114,11 @@ def real_search(args: Args) -> "hop.TrainState":
     flags = parse(hop.Args, hop.GROUPS, default, list(args.words))
     if flags.planner == "none":
         raise ValueError("--planner none does not search")
-    config, device = hop.validate(flags), hop.resolve_device(flags.device)
+    config, device = hop.validate(flags), hop.game.resolve_device(flags.device)
     flags.compile = flags.compile and device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = flags.precision != "fp32"
     seeds = list(range(flags.seed, flags.seed + flags.num_seeds))
-    tables = [hop.seats_table(flags.seats, config.num_players)] * flags.num_seeds
+    tables = [hop.game.seats_table(flags.seats, config.num_players)] * flags.num_seeds
     state = hop.make_train_state(flags, tables, seeds, device)
     for name, stacked in state.networks._asdict().items():
         if saved and stacked is not None:
@@ -209,12 +209,12 @@ def draw(args: Args) -> dict[str, float]:
 
 
 def main(args: Args) -> dict[str, float]:
-    hop.check_ranges(args)
+    hop.game.check_ranges(args)
     if min(args.trees) < 1:
         raise ValueError(f"--trees must be >= 1, not {min(args.trees)}")
     if args.profile or args.draw:
         return profile(args) if args.profile else draw(args)
-    device, rates = hop.resolve_device(args.device), {}
+    device, rates = hop.game.resolve_device(args.device), {}
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {args.simulations} simulations, medians of {args.repeats}")
     for root, trees in itertools.product(("puct", "gumbel"), args.trees):

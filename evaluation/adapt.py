@@ -198,7 +198,7 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
     def imagine_games():
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
         start = script.Transitions(*(x[rows[:, None], pick] for x in boards))
-        remembered = {"history": script.history_decay(flags) * state.rollout_state.history, "oracle_id": oracle_id}
+        remembered = {"history": script.history_decay(flags) * state.rollout_state["history"], "oracle_id": oracle_id}
         remembered = {name: x.expand(-1, args.imagined_games, *x.shape[2:]) for name, x in remembered.items()}
         start = start._replace(**remembered)
         return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)
@@ -219,7 +219,7 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
     for number in range(rounds):
         transitions, outputs, episodes = play_round()
         done = episodes["done"].float()  # [T, M]
-        earned = torch.stack([(done * episodes["final_return"][:, rows, seat]).sum(0), done.sum(0)], 1)
+        earned = torch.stack([(done * episodes["return"][:, rows, seat]).sum(0), done.sum(0)], 1)
         if networks.moa is not None and number == rounds - 1:
             metrics |= script.moa_metrics(flags, env, state.seats, networks, transitions, episodes)
         if learn_moa:

@@ -169,8 +169,8 @@ def play_games(run: Run, state, each: int) -> dict[str, np.ndarray]:
     while int(played.min()) < each:
         _, _, episodes = play(run, state, 8)
         number = played + episodes["done"].cumsum(0)  # [T, B]
-        prey, counts = episodes["final_prey"], (episodes["done"] & (number <= each))[..., None]
-        found = {"games": counts.expand_as(prey), "return": counts * episodes["final_return"]}
+        prey, counts = episodes["prey"], (episodes["done"] & (number <= each))[..., None]
+        found = {"games": counts.expand_as(prey), "return": counts * episodes["return"]}
         found |= {"stag": counts & (prey == game.HUNT_STAG), "hare": counts & (prey == game.HUNT_HARE)}
         for name, x in found.items():
             sums[name] = sums[name] + x.double().unflatten(1, (state.seats.num_blocks, -1)).sum((0, 2)).cpu().numpy()

@@ -14,7 +14,7 @@ OWN = {  # each script has its own
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
     *("METHODS", "ON_CPU", "OpponentBelief", "imagine", "infer_opponents", "make_networks"),
-    *("make_ppo_batch", "new_rollout_state", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
+    *("make_ppo_batch", "make_train_state", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
     "update_history",
 }
 

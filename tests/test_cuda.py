@@ -244,7 +244,7 @@ HOSTLESS = [("ppo", {}), ("hopplus", {}), ("hopplus", {"seats": "learner,mixed,s
 @pytest.mark.parametrize(("method", "changes"), HOSTLESS)
 def test_an_iteration_never_waits_for_the_host(method, changes):
     args = hop.make_args(method, "cuda", **{**TINY_FLAGS, "offline_ratio": 0.0, **changes})
-    table = hop.seats_table(args.seats, 3)
+    table = hop.game.seats_table(args.seats, 3)
     state = hop.make_train_state(args, [table], [1], torch.device("cuda", 0))
     train = state.networks.moa is not None
     for _ in range(2):

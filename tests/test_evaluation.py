@@ -284,7 +284,7 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
     watch(args, "rollout", seen)
     found = evaluate.main(args)
     episodes = [episodes for (_, env, *_), (_, _, episodes) in seen if env.num_envs == 300]
-    done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "final_return", "final_prey"))
+    done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "return", "prey"))
     assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
     rows = table_of(tmp_path / f"evaluation_{seats.replace(',', '-')}.csv")
     assert [row["player"] for row in rows] == seats.split(",")
@@ -418,7 +418,7 @@ def test_adaptation(folder, capsys):
     torch.testing.assert_close(outputs["log_probs"].exp(), legal / legal.sum(-1, keepdim=True), msg="uniform")
     _, (_, _, episodes) = rollouts[3 * 3 + 1]  # random, frozen, learning; the last of four rounds
     for k, key in enumerate(sets):
-        done, returns = episodes["done"][:, 6 * k : 6 * k + 6], episodes["final_return"][:, 6 * k : 6 * k + 6]
+        done, returns = episodes["done"][:, 6 * k : 6 * k + 6], episodes["return"][:, 6 * k : 6 * k + 6]
         scores = [float(returns[done[:, r], r, r % 3].mean()) for r in range(6)]
         assert found[f"frozen/{key}"] == pytest.approx(sum(scores) / 6), "the last quarter"
     title = "adaptation_learner-nearest_hare-random_random-learner-nearest_stag"
@@ -460,7 +460,7 @@ def test_what_was_earned_is_the_learners(method, run, tmp_path):
     for number, (_, (_, _, episodes)) in enumerate(seen):
         for m in range(6):
             ends = episodes["done"][:, m].nonzero().flatten().tolist()
-            expected = sum(float(episodes["final_return"][t, m, m % 3]) for t in ends)
+            expected = sum(float(episodes["return"][t, m, m % 3]) for t in ends)
             assert curve[number, m] == pytest.approx([expected, len(ends)])
     assert curve.shape == (4, 6, 2) and curve[..., 1].sum() >= 24
     after = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
@@ -555,7 +555,7 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     (flags, _, _, start, mask, horizon), _ = starts[0]
     assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
     decay = hopplus_ppo.history_decay(flags)
-    expected = decay * state.rollout_state.history.expand(-1, 4, -1, -1)
+    expected = decay * state.rollout_state["history"].expand(-1, 4, -1, -1)
     assert decay > 0 and expected.abs().sum() > 0 and torch.equal(start.history, expected)
     replay = args.run.checkpoint["states"][0]["replay"]
     for m in range(6):

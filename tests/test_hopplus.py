@@ -335,18 +335,18 @@ def test_what_is_left_of_a_history_after_a_game(belief):
     state, ends = make_state("ppo-omg", **changes), 0
     state.networks.inference.params["events.2.bias"].data += 0.1  # every step leaves a trace
     for _ in range(14):
-        before = state.rollout_state.history.clone()
+        before = state.rollout_state["history"].clone()
         steps = one_step(play(state, 1)[0], 0)
         opponents, over = infer(state, steps, before), steps.done
         never = torch.zeros_like(over)
         given = (state.args, state.env, state.networks, opponents, steps.joint, before)
-        full, now = hop.update_history(*given, never), state.rollout_state.history
+        full, now = hop.update_history(*given, never), state.rollout_state["history"]
         torch.testing.assert_close(now[~over], full[~over])
         torch.testing.assert_close(now[over], 0.5 * full[over] if belief else torch.zeros_like(full[over]))
         gone = steps.board[:, :, 1:3].flatten(3).amax(3) == 0
         assert torch.equal(full[gone], before[gone]) and ((full != before).any(3) | gone).all()
         assert (steps.history[steps.time > 0] != 0).any(2).all(), "not reset before the last step"
-        assert (state.rollout_state.last_joint[over] == STAY).all()
+        assert (state.rollout_state["last_joint"][over] == STAY).all()
         ends += int(over.sum())
     assert ends > 5
 
@@ -356,7 +356,7 @@ def test_some_histories_are_reset_after_a_game_and_only_then():
     state, ends, resets = make_state("ppo-omg", num_envs=64, history_reset_prob=0.25), 0, 0
     for _ in range(14):
         steps = one_step(play(state, 1)[0], 0)
-        reset, history = steps.history_reset, state.rollout_state.history
+        reset, history = steps.history_reset, state.rollout_state["history"]
         assert not (reset & ~steps.done).any() and (history[reset] == 0).all()
         assert (history[steps.done & ~reset] != 0).any(2).all()
         ends, resets = ends + int(steps.done.sum()), resets + int(reset.sum())
@@ -375,11 +375,11 @@ def test_nothing_is_remembered_of_players_who_are_drawn_anew():
 def test_histories_along_a_window_are_those_of_the_rollout(belief):
     state = make_state("ppo-omg", inter_episode_belief=belief, num_envs=8, history_reset_prob=0.5)
     play(state, 3)
-    start = state.rollout_state.history.clone()
+    start = state.rollout_state["history"].clone()
     w, _, _ = play(state, 12)
     *_, histories, last = hop.encode_history(state.args, state.env, state.networks, w, start)
     torch.testing.assert_close(histories, w.history.float(), atol=5e-3, rtol=5e-3)  # kept in half precision
-    torch.testing.assert_close(last, state.rollout_state.history)
+    torch.testing.assert_close(last, state.rollout_state["history"])
     assert w.done[:, :-1].any() and histories.abs().max() > 0.1
 
 

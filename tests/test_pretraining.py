@@ -238,7 +238,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{missing}"}, ["no ", "checkpoint", "missing"]),
     ("both", {"resume": "{cut}"}, ["cut short", "bytes"]),
     ("both", {"resume": "{text}"}, ["readable"]),
-    ("both", {"resume": "{other}"}, ["world-model-4", "subgoals-3"]),
+    ("both", {"resume": "{other}"}, ["world-model-5", "subgoals-4"]),
     ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
     ("both", {"population": "random,nearest_wolf"}, ["nearest_wolf"]),
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),

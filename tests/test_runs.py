@@ -385,9 +385,9 @@ REFUSED_FILES = [
     ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
     ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
     ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
-    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-3'"),
+    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-4'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-4'"),
+    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-5'"),
 ]
 
 
@@ -406,8 +406,9 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     weights = saved["states"][0]["networks"]
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
-    for name, form, networks in (("vae", "subgoals-3", vae), ("world", "world-model-4", {"world": pick["world"]})):
-        torch.save({"format": form, "args": saved["args"], "networks": networks}, tmp_path / f"{name}.pt")
+    for name, form, networks in (("vae", "subgoals-4", vae), ("world", "world-model-5", {"world": pick["world"]})):
+        content = {"format": form, "must_match": {"hare_reward": 1.0, "goal_dim": 4}, "networks": networks}
+        torch.save(content, tmp_path / f"{name}.pt")
     started, train_iteration = [], hop.train_iteration
 
     def watched(state, *due):

@@ -520,7 +520,7 @@ def test_belief_in_stag_or_hare_by_hand(remembers):
     seen = {"left": 0, "clamped": 0, "ends": 0}
     for _ in range(45):
         kept = torch.tensor(np.concatenate([evidence, counts], 3)).float()
-        torch.testing.assert_close(state.rollout_state.history, kept, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(state.rollout_state["history"], kept, atol=1e-3, rtol=1e-4)
         steps, outputs, *_ = play(state, 1)
         acts, present = likelihoods(state, steps.board[:, 0], steps.prey_position[:, 0], steps.time[:, 0])
         for m, e, k in np.ndindex(3, 5, 2):
