@@ -2,39 +2,29 @@
 
     python stag_hunt_env.py [--gif FILE]    # watch a game in the terminal (and write it to a GIF)
 
-`num_players` hunters (seats), `num_stags` stags and `num_hares` hares stand on a `height` x `width` board. Prey do not
-move and hunters do not block each other. All act at the same moment. An illegal action acts as stay.
+Hunters (seats), stags and hares stand on a `height` x `width` board. Prey do not move, hunters do not block each other,
+and all act at the same moment. An illegal action acts as stay.
 
-| action | name                  | legal when                   | effect                                            |
-|--------|-----------------------|------------------------------|---------------------------------------------------|
-| 0 to 3 | up, down, left, right | there is a cell without wall | moves there                                       |
-| 4      | stay                  | always, also after leaving   | none                                              |
-| 5      | hunt stag             | on the cell of a living stag | 2 or more: `stag_reward`, they and the stag leave |
-| 6      | hunt hare             | on the cell of a living hare | 1 or more: `hare_reward`, they and the hare leave |
+* 0 to 3, up, down, left, right: to the next cell, if it has no wall.
+* 4, stay: always legal, and all that is legal for those who left.
+* 5, hunt stag, on the cell of a living stag: 2 or more get `stag_reward` and leave with the stag.
+* 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
 A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that a player begins on
 the board. `prosocial` gives every player, also those who left, the mean reward of all. The game ends when everyone has
 left, at `final_time`, or `steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these
-is a true end: never bootstrap from the state after it.
-
-At reset up to `max_wall_pieces` walls are laid, straight or L-shaped, of 3 or 4 cells; one that would overlap, cut the
-free cells in two or leave too little room is left out. Then prey and players get a free cell each.
+is a true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4 cells are laid,
+straight or L-shaped; one that would overlap, cut the free cells in two or leave too little room is left out.
 
 A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of zeros and ones, in
 its **ego order**: plane k < num_players shows player i seat (i + k) mod num_players, until that player leaves. Walls,
 living stags and living hares follow.
 
-Rule-based players:
-
-* `random`: uniform over the legal actions.
-* `nearest_stag`, `nearest_hare`: a shortest path to the nearest such prey, then hunts it.
-* `first_stag`, `last_stag`: the same with the living stag of the lowest or highest cell number.
-* `noisy_stag`, `noisy_hare`: as `nearest_stag` or `nearest_hare`, one action in five as `random`.
-* `waiting`: a shortest path to the nearest stag, then stays there.
-* `switching`: `nearest_stag` in one game, `nearest_hare` in the next.
-
-With no such prey left they act as `random`; `waiting` stays. The last four are strangers: they may be seated by name,
-but belong to no population that learners train with.
+Rule-based players are `random` (uniform over the legal actions); `nearest_stag` and `nearest_hare` (a shortest path to
+such prey, then hunts it); `first_stag` and `last_stag` (the same with the living stag of the lowest or highest cell
+number). Strangers belong to no population that learners train with: `noisy_stag` and `noisy_hare` (one action in five
+as `random`); `waiting` (walks to the nearest stag and stays there); `switching` (`nearest_stag` in one game,
+`nearest_hare` in the next). With no such prey left they act as `random`; `waiting` stays.
 """
 
 import argparse
@@ -75,14 +65,19 @@ Count = Annotated[int, (">= 1", 1, MOST)]
 Whole = Annotated[int, (">= 0", 0, MOST)]
 
 
+def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(message)
+
+
 def check_ranges(args) -> None:
     """Refuses the first field of a dataclass whose value is outside the range that its type names; NaN and inf too."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         for part in (hint, *get_args(hint)):  # in `Count | None` the range hides inside the union
             for text, low, high in getattr(part, "__metadata__", ()):
-                if value is not None and not low <= value <= high:
-                    raise ValueError(f"--{name.replace('_', '-')} must be {text}, not {value}")
+                outside = value is not None and not low <= value <= high
+                refuse(outside, f"--{name.replace('_', '-')} must be {text}, not {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +101,12 @@ class StagHuntConfig:
         check_ranges(self)
         board, needed = f"{self.height}x{self.width} board", self.num_prey + self.num_players
         strengths = self.strengths or (1,) * self.num_players
-        if needed > self.num_cells:
-            raise ValueError(f"too little room: {needed} prey and players, {self.num_cells} cells on the {board}")
-        if len(strengths) != self.num_players or not all(0 < strength < math.inf for strength in strengths):
-            raise ValueError(f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
-        if self.max_wall_pieces > self.num_cells:
-            raise ValueError(f"--max-wall-pieces {self.max_wall_pieces} is more than the {board} has cells")
+        fits = len(strengths) == self.num_players and all(0 < strength < math.inf for strength in strengths)
+        refuse(needed > self.num_cells, f"too little room: {needed} prey and players, {self.num_cells} cells")
+        refuse(not fits, f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
+        refuse(
+            self.max_wall_pieces > self.num_cells, f"--max-wall-pieces {self.max_wall_pieces} is too many on a {board}"
+        )
 
     @property
     def num_prey(self) -> int:
@@ -134,17 +129,16 @@ class StagHuntConfig:
     def payoffs(self) -> dict[float, str]:
         """Every reward that a player on the board can get in one step -> what paid it: none, hare or stag."""
         n, stag, hare, step = self.num_players, self.stag_reward, self.hare_reward, self.time_reward
+        found = [] if self.prosocial else [(step, "none")]
         if self.prosocial:
-            caught = itertools.product(range(self.num_stags + 1), range(self.num_hares + 1), range(1, n + 1))
-            names = {
-                (stags, hares, here): "stag" if stags else "hare" if hares else "none" for stags, hares, here in caught
-            }
-            found = [((s * stag + h * hare + here * step) / n, paid) for (s, h, here), paid in names.items()]
+            counts = itertools.product(range(self.num_stags + 1), range(self.num_hares + 1), range(1, n + 1))
+            for stags, hares, active in counts:
+                paid = "stag" if stags else "hare" if hares else "none"
+                found.append(((stags * stag + hares * hare + active * step) / n, paid))
         else:
             strengths = self.strengths or (1.0,) * n
             parties = [party for size in range(1, n + 1) for party in itertools.combinations(strengths, size)]
             shares = [(own / sum(party), len(party)) for party in parties for own in party]
-            found = [(step, "none")]
             found += [(share * hare + step, "hare") for share, _ in shares if self.num_hares]
             found += [(share * stag + step, "stag") for share, size in shares if self.num_stags and size > 1]
         return {float(np.float32(reward)): paid for reward, paid in reversed(found)}  # of equal rewards the first
@@ -164,20 +158,17 @@ class State(NamedTuple):
 
 class StagHuntEnv:
     """`num_envs` games on one device. `initial_state`, `transition`, `observe`, ... are functions of a state. `step`
-    plays on from `state`, in place: a game that ends is replaced at once, and what it left stays in `final_state`,
-    `final_return` and `final_prey` [B, N] and `final_length` [B] until the next game in that place ends. To keep a
-    state, take `copy_state(env.state)`. `step` can be captured in a CUDA graph (register `generator` with it), and
-    `compile=True` fuses it with torch.compile."""
+    plays on from `state`, in place: a game that ends is replaced at once, and leaves `final_state`, `final_return` and
+    `final_prey` [B, N] and `final_length` [B] until the next one ends there. To keep a state, take `copy_state`. `step`
+    can be captured in a CUDA graph (register `generator` with it); `compile=True` fuses it with torch.compile."""
 
     def __init__(self, config: StagHuntConfig | None = None, num_envs=1, device="cpu", seed=0, compile=False):
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be >= 1, not {num_envs}")
+        refuse(num_envs < 1, f"num_envs must be >= 1, not {num_envs}")
         self.config = config = config or StagHuntConfig()
         self.device, self.num_envs = resolve_device(device), num_envs
         self.generator = torch.Generator(self.device)
         height, width, n, cells = config.height, config.width, config.num_players, config.num_cells
         tensor = partial(torch.tensor, device=self.device)
-
         row, column = np.divmod(np.arange(cells), width)
         moves = np.stack([row > 0, row < height - 1, column > 0, column < width - 1, *[row < 0] * 3], 1)
         self.possible = tensor(moves)  # [H*W, 7] moves that stay on the board
@@ -188,8 +179,7 @@ class StagHuntEnv:
         seat = np.arange(n)
         self.ego = tensor((seat[:, None] + seat) % n)  # [observer, k] -> seat
         self.unego = tensor((seat - seat[:, None]) % n)  # [observer, seat] -> k
-        # A plane is moved in words of 8 cells where the board allows it: an eighth of the work.
-        self.word = torch.int64 if cells % 8 == 0 else torch.uint8
+        self.word = torch.int64 if cells % 8 == 0 else torch.uint8  # planes are moved in words of 8 cells if possible
         self.one_hot = tensor(np.eye(cells + 1, cells, dtype=np.uint8)).view(self.word)  # last row: not on the board
         self.hunt_action = tensor([HUNT_STAG] * config.num_stags + [HUNT_HARE] * config.num_hares, dtype=torch.int64)
         self.party_needed = 1 + (self.hunt_action == HUNT_STAG).long()  # [P]
@@ -199,7 +189,6 @@ class StagHuntEnv:
             self.pieces = tensor(wall_placements(height, width))  # [placements, H*W]
             # The longest shortest path: straight across, and around each piece (one of 4 has a rim of 14 cells).
             self.longest_path = min(cells - 1, height + width - 2 + 14 * config.max_wall_pieces)
-
         # The next game of each place is dealt in advance, half of them anew at each step, in turn. Nobody starts on
         # prey, so a game lasts 2 steps or more (unless final_time is 1), and no deal is played twice.
         self.deals_per_step = math.ceil(num_envs / min(2, config.final_time))
@@ -429,20 +418,18 @@ def copy_state(state: State) -> State:
 
 
 def copy_nested_(kept: dict, saved: dict, name: str = "", check_only: bool = False) -> None:
-    """Copies saved tensors in place into those that are there, also in dicts of dicts. What is missing or has another
-    shape or type is refused by name, before anything is changed."""
+    """Copies saved tensors into those that are there, also in dicts of dicts; checks all, by name, before the first."""
     if not check_only:
         copy_nested_(kept, saved, name, check_only=True)
     for key, tensor in kept.items():
         value, path = saved.get(key) if isinstance(saved, dict) else None, f"{name}.{key}".lstrip(".")
-        if value is None:
-            raise ValueError(f"{path} is missing in what was saved")
+        refuse(value is None, f"{path} is missing in what was saved")
         if isinstance(tensor, dict):
             copy_nested_(tensor, value, path, check_only)
-        elif (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
+        elif check_only:
             was, here = (f"{x.dtype} {list(x.shape)}" for x in (value, tensor))
-            raise ValueError(f"{path} was saved as {was}, but here it is {here}")
-        elif not check_only:
+            refuse(was != here, f"{path} was saved as {was}, but here it is {here}")
+        else:
             tensor.copy_(value)
 
 
@@ -465,8 +452,7 @@ def wall_placements(height: int, width: int) -> np.ndarray:
         piece |= {(row, column + right * k) for k in range(wide + 1)}
         if piece <= cells:
             found.add(tuple(sorted(row * width + column for row, column in piece)))
-    if not found:
-        raise ValueError(f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
+    refuse(not found, f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
     return np.array([np.isin(np.arange(height * width), piece) for piece in sorted(found)])
 
 
@@ -475,7 +461,8 @@ def wall_placements(height: int, width: int) -> np.ndarray:
 
 
 def random_probs(env: StagHuntEnv, state: State, seat: int | slice = ALL_SEATS) -> Tensor:
-    return _uniform_over(env.legal_actions(state)[:, seat])
+    legal = env.legal_actions(state)[:, seat]
+    return legal / legal.sum(-1, keepdim=True)
 
 
 def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0, waits=False) -> Tensor:
@@ -487,12 +474,9 @@ def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0
     now = distance.gather(1, cell.view(len(cell), -1)).view(*cell.shape, 1)
     after = distance.gather(1, target.flatten(1)).view(target.shape)
     best = legal & ((after < now) | ((now == 0) & (env.is_stay if waits else env.hunt == prey)))
-    probs = _uniform_over(torch.where(best.any(-1, keepdim=True), best, env.is_stay if waits else legal))
-    return (1 - noise) * probs + noise * _uniform_over(legal) if noise else probs
-
-
-def _uniform_over(allowed):
-    return allowed / allowed.sum(-1, keepdim=True)
+    best = torch.where(best.any(-1, keepdim=True), best, env.is_stay if waits else legal)
+    probs = best / best.sum(-1, keepdim=True)
+    return (1 - noise) * probs + noise * legal / legal.sum(-1, keepdim=True) if noise else probs
 
 
 PLAYER_PROBS: dict[str, Callable] = {
@@ -528,8 +512,7 @@ class SeatFlags:
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
     """--seats as a list of names; None: learners everywhere"""
     names = population_names(["learner"] * num_players if seats is None else seats, "learner", "mixed", *STRANGERS)
-    if len(names) != num_players:
-        raise ValueError(f"{len(names)} seats are named ({', '.join(names)}), but the game has {num_players} players")
+    refuse(len(names) != num_players, f"{len(names)} seats are named, but the game has {num_players} players")
     return names
 
 
@@ -538,8 +521,7 @@ def population_names(population: str | list[str] | tuple[str, ...], *also: str) 
     names, known = population.split(",") if isinstance(population, str) else list(population), (*also, *PLAYER_PROBS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown player {unknown[0]!r}; the known ones are {', '.join(known)}")
-    if not also and len(set(names)) < len(names):
-        raise ValueError(f"--population names a player twice: {', '.join(names)}")
+    refuse(not also and len(set(names)) < len(names), f"--population names a player twice: {', '.join(names)}")
     return names
 
 
@@ -569,14 +551,13 @@ class Seats:
     ):
         n, games, device = env.config.num_players, env.num_envs // len(tables), env.device
         tables = [seats_table(table, n) for table in tables]
-        if env.num_envs % len(tables):
-            raise ValueError(f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables of seats")
+        refuse(env.num_envs % len(tables) > 0, f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables")
         self.env, self.num_blocks, self.num_envs = env, len(tables), games
         self.population, self.share_parameters, self.watch = population_names(population), share_parameters, watch
         learns = torch.tensor([[name == "learner" for name in table] for table in tables], device=device)  # [S, N]
         learners = learns.sum(1).tolist()
-        if share_parameters and len(set(learners)) > 1:
-            raise ValueError(f"with shared parameters each table needs the same number of learners, not {learners}")
+        differ = len(set(learners)) > 1
+        refuse(share_parameters and differ, f"shared parameters need as many learners in each table, not {learners}")
         self.num_learners = self.num_blocks if share_parameters else sum(learners)
         self.everybody_learns = bool(learns.all())
         self.has_rule_based = watch or not self.everybody_learns
@@ -610,14 +591,12 @@ class Seats:
     def to_learners(self, x: Tensor) -> Tensor:
         """[B, N, ...] by seat -> [M, E, ...] (shared parameters: the games of all learner seats, seat by seat)"""
         x = x.unflatten(0, (self.num_blocks, self.num_envs)).movedim(2, 1)  # [S, N, E, ...]
-        return self._share(x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat])
+        x = x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat]
+        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
 
     def per_learner(self, x: Tensor) -> Tensor:
         """[B, ...], the same for all seats -> [M, E, ...]"""
-        return self._share(x.unflatten(0, (self.num_blocks, self.num_envs))[self._block])
-
-    def _share(self, x):
-        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
+        return self.to_learners(x[:, None].expand(-1, self.env.config.num_players, *x.shape[1:]))
 
     def to_seats(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         """[M, E, ...] -> [B, N, ...], `others` [B, N, ...] where no learner sits"""
@@ -627,8 +606,8 @@ class Seats:
 
     def action_probs(self, state: State, learner_probs: Tensor | None = None) -> Tensor:
         """[B, N, 7] everybody's probabilities; learner_probs [M, E, 7] unless the learners only watch"""
-        if (learner_probs is None) == (self.num_learners > 0 and not self.watch):
-            raise ValueError("action_probs takes learner_probs if there are learners and they do not only watch")
+        learners_act = self.num_learners > 0 and not self.watch
+        refuse(learners_act == (learner_probs is None), "learner_probs are for learners that do not only watch")
         probs = None
         if self.has_rule_based:
             self._table = torch.stack([rule(self.env, state, ALL_SEATS) for rule in self._rules], 2)  # [B, N, names, 7]
@@ -687,14 +666,12 @@ FONT = cache(ImageFont.load_default)
 
 def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None, game: int = 0) -> str:
     """One game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
-    n = config.num_players
-    marks = [*map(str, range(n)), *"#Sh"]
-    cells = [
-        "".join(itertools.compress(marks, seen)).center(n + 1) for seen in seat_planes(config, one_game(state, game)).T
-    ]
+    n, shown = config.num_players, one_game(state, game)
+    marks, planes = [*map(str, range(n)), *"#Sh"], seat_planes(config, shown)
+    cells = ["".join(itertools.compress(marks, seen)).center(n + 1) for seen in planes.T]
     rows = ["|".join(["", *row, ""]) for row in np.reshape(cells, (config.height, config.width))]
-    scores = "" if returns is None else "  ".join(f"{i}: {score:.4g}" for i, score in enumerate(returns[game].tolist()))
-    return "\n".join([*rows, f"t={int(state.time[game])}/{config.final_time}   {scores}"])
+    scores = [] if returns is None else [f"{i}: {score:.4g}" for i, score in enumerate(returns[game].tolist())]
+    return "\n".join([*rows, "  ".join([f"t={shown.time}/{config.final_time} ", *scores])])
 
 
 def render_rgb(
@@ -793,10 +770,9 @@ class StagHuntParallelEnv(ParallelEnv):
         given = config if isinstance(config, dict) else vars(config or StagHuntConfig())
         self.config = StagHuntConfig(**{**given, **fields})
         self.seats, self.render_mode = seats_table(seats, self.config.num_players), render_mode
-        if {"mixed", "switching"} & set(self.seats):
-            raise ValueError("a wrapper seats learners and players that stay the same, not mixed or switching")
-        if render_mode not in (None, *RENDERERS):
-            raise ValueError(f"unknown render_mode {render_mode!r}; the known ones are {', '.join(RENDERERS)}")
+        changing = {"mixed", "switching"} & set(self.seats)
+        refuse(bool(changing), "a wrapper seats learners and players that stay the same, not mixed or switching")
+        refuse(render_mode not in (None, *RENDERERS), f"render_mode {render_mode!r} is none of {list(RENDERERS)}")
         self.core, self.random, self.game = StagHuntEnv(self.config), random.Random(), None
         self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
         self.target, self.hunt_action = self.core.target.tolist(), self.core.hunt_action.tolist()
@@ -818,10 +794,9 @@ class StagHuntParallelEnv(ParallelEnv):
         return self._observe()
 
     def step(self, actions):
-        if not self.agents:
-            raise ValueError("no game is on: call reset first")
-        if not all(actions.get(agent) in range(NUM_ACTIONS) for agent in self.agents):
-            raise ValueError(f"step needs an action 0 to {NUM_ACTIONS - 1} for each of {self.agents}, not {actions}")
+        refuse(not self.agents, "no game is on: call reset first")
+        right = all(actions.get(agent) in range(NUM_ACTIONS) for agent in self.agents)
+        refuse(not right, f"step needs an action 0 to {NUM_ACTIONS - 1} for each of {self.agents}, not {actions}")
         config, game, players = self.config, self.game, enumerate(self.seats)
         joint = [actions[f"player_{i}"] if name == "learner" else self._choose(i, name) for i, name in players]
         strengths, parties = config.strengths or [1.0] * len(joint), [[] for _ in self.hunt_action]
@@ -883,8 +858,7 @@ class StagHuntParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """float32 [C + 1, H, W]: the planes in seat order, as seat 0 sees them, and one filled with the clock"""
-        if self.game is None:
-            raise ValueError("no game has begun: call reset first")
+        refuse(self.game is None, "no game has begun: call reset first")
         clock = np.full((1, self.config.num_cells), self.game.time / self.config.final_time)
         return np.float32([*seat_planes(self.config, self.game), *clock]).reshape(self.state_space.shape)
 
@@ -905,8 +879,7 @@ class StagHuntGymEnv(gymnasium.Env):
 
     def __init__(self, config=None, seats="learner,nearest_stag,nearest_hare,random", render_mode=None, **fields):
         self.parallel_env = env = StagHuntParallelEnv(config, render_mode, seats, **fields)
-        if len(env.seat) != 1:
-            raise ValueError(f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(env.seat)}")
+        refuse(len(env.seat) != 1, f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(env.seat)}")
         (self.agent,), self.render_mode, self.render = env.seat, render_mode, env.render
         self.observation_space, self.action_space = env.observation_space(self.agent), env.action_space(self.agent)
 
@@ -990,8 +963,7 @@ def main(args: Args) -> dict:
     torch.manual_seed(args.seed)
     config, env = args.config, StagHuntEnv(args.config, seed=args.seed)
     seats = Seats(env, [args.seats or ["mixed"] * config.num_players])
-    if seats.num_learners:
-        raise ValueError("--seats learner: nobody learns here; name a player, or mixed")
+    refuse(seats.num_learners > 0, "--seats learner: nobody learns here; name a player, or mixed")
     names = [seats.names[kind] for kind in seats.kinds[0].tolist()]
     print("  ".join(f"{i} {name}" for i, name in enumerate(names)) + "   (S stag, h hare, # wall)")
     state, returns, frames, done = env.initial_state(), torch.zeros(1, config.num_players), [], False
