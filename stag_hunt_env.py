@@ -99,14 +99,12 @@ class StagHuntConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        board, needed = f"{self.height}x{self.width} board", self.num_prey + self.num_players
-        strengths = self.strengths or (1,) * self.num_players
+        needed, strengths = self.num_prey + self.num_players, self.strengths or (1,) * self.num_players
+        walls, board = self.max_wall_pieces, f"{self.height}x{self.width} board"
         fits = len(strengths) == self.num_players and all(0 < strength < math.inf for strength in strengths)
         refuse(needed > self.num_cells, f"too little room: {needed} prey and players, {self.num_cells} cells")
         refuse(not fits, f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
-        refuse(
-            self.max_wall_pieces > self.num_cells, f"--max-wall-pieces {self.max_wall_pieces} is too many on a {board}"
-        )
+        refuse(walls > self.num_cells, f"--max-wall-pieces {walls} is more than the {board} has cells")
 
     @property
     def num_prey(self) -> int:
@@ -493,6 +491,7 @@ STRANGER_PROBS: dict[str, Callable] = {
 }
 STRANGERS = (*STRANGER_PROBS, "switching")  # whose rule goes by the number of the game, which a state does not hold
 POPULATION = ("random", "nearest_stag", "nearest_hare")
+LEARNER, MIXED, SWITCHING = -1, -2, -3  # what a seat may hold besides the number of a player
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -534,17 +533,12 @@ def redraw_prob(redraw: str | float) -> float:
     raise ValueError(f"--redraw must be game, never or a probability, not {redraw}")
 
 
-LEARNER, MIXED, SWITCHING = -1, -2, -3
-
-
 class Seats:
-    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over who it is.
-
-    `tables` names the N players of each block. The M learners are numbered block by block, seat by seat; with
-    `share_parameters` those of a block are one learner with more games. `remember`: the posterior outlasts a game.
-    `watch`: learners only watch, and drawn players sit in all seats. `kinds` int64 [B, N] is who sits there now:
-    LEARNER, or a number in `names`, whose first P are the population. In each step call `action_probs`, ask what you
-    need, then `update`."""
+    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over who it is. In each
+    step call `action_probs`, ask what you need, then `update`. `tables` names the N players of each block. The M
+    learners are numbered block by block, seat by seat; with `share_parameters` those of a block are one learner with
+    more games. `remember`: the posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all
+    seats. `kinds` int64 [B, N]: LEARNER, or a number in `names`, whose first P are the population."""
 
     def __init__(
         self, env, tables, share_parameters=False, population=POPULATION, redraw="game", remember=False, watch=False
@@ -565,7 +559,6 @@ class Seats:
         self._row = (learns.flatten().cumsum(0) - 1).clamp(min=0).view(learns.shape)  # [S, N] place among the learners
         self._learns = learns.repeat_interleave(games, 0)  # [B, N]
         self.learner_seat = self.to_learners(torch.arange(n, device=device).expand(env.num_envs, n))  # [M, E]
-
         seated = [["mixed"] * n] * len(tables) if watch else tables
         rules, named = PLAYER_PROBS | STRANGER_PROBS, set(itertools.chain(*seated))
         self._switches = "switching" in named
@@ -750,8 +743,8 @@ def render_table(table: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
 
 def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     images = [Image.fromarray(frame) for frame in frames]
-    durations = [round(1000 / fps)] * (len(images) - 1) + [1500]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
+    shown = [round(1000 / fps)] * (len(images) - 1) + [1500]  # milliseconds
+    images[0].save(path, save_all=True, append_images=images[1:], duration=shown, loop=0, optimize=True)
 
 
 RENDERERS = {"ansi": render_ansi, "rgb_array": render_rgb}
@@ -829,9 +822,8 @@ class StagHuntParallelEnv(ParallelEnv):
     def _legal(self, i):  # the legal actions of seat i
         game, here = self.game, self.game.position[i]
         moves = [action for action in range(STAY) if (to := self.target[here][action]) != here and not game.walls[to]]
-        hunts = [
-            self.hunt_action[k] for k, alive in enumerate(game.prey_alive) if alive and game.prey_position[k] == here
-        ]
+        prey = zip(game.prey_position, game.prey_alive, self.hunt_action, strict=True)
+        hunts = [hunt for cell, alive, hunt in prey if alive and cell == here]
         return [*moves, STAY, *hunts] if game.present[i] else [STAY]
 
     def _choose(self, i, name):  # the action of a rule-based player in seat i
@@ -839,9 +831,8 @@ class StagHuntParallelEnv(ParallelEnv):
         if name == "random":
             return self.random.choice(legal)
         if hunt is None:  # slower
-            return sample(
-                (PLAYER_PROBS | STRANGER_PROBS)[name](self.core, self._batch(), i), self.core.generator
-            ).item()
+            rule = (PLAYER_PROBS | STRANGER_PROBS)[name]
+            return sample(rule(self.core, self._batch(), i), self.core.generator).item()
         if key not in self.distance:
             self.distance[key] = self.core.distance_to_prey(self._batch(), hunt)[0].tolist()
         steps = [self.distance[key][cell] for cell in self.target[self.game.position[i]]]
