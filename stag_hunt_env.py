@@ -120,15 +120,15 @@ class StagHuntConfig:
 
     @property
     def setting(self) -> str:
-        """Short name: 4x4_4h1s is 4 hunters and 1 stag; the hares are named where there are not 4."""
+        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4."""
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
         return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
     def payoffs(self) -> dict[float, str]:
         """Every reward that a player on the board can get in one step -> what paid it: none, hare or stag."""
         n, stag, hare, step = self.num_players, self.stag_reward, self.hare_reward, self.time_reward
-        found = [] if self.prosocial else [(step, "none")]
         if self.prosocial:
+            found = []
             counts = itertools.product(range(self.num_stags + 1), range(self.num_hares + 1), range(1, n + 1))
             for stags, hares, active in counts:
                 paid = "stag" if stags else "hare" if hares else "none"
@@ -137,6 +137,7 @@ class StagHuntConfig:
             strengths = self.strengths or (1.0,) * n
             parties = [party for size in range(1, n + 1) for party in itertools.combinations(strengths, size)]
             shares = [(own / sum(party), len(party)) for party in parties for own in party]
+            found = [(step, "none")]
             found += [(share * hare + step, "hare") for share, _ in shares if self.num_hares]
             found += [(share * stag + step, "stag") for share, size in shares if self.num_stags and size > 1]
         return {float(np.float32(reward)): paid for reward, paid in reversed(found)}  # of equal rewards the first
@@ -369,13 +370,13 @@ class StagHuntEnv:
 
     @property
     def final_prey(self) -> Tensor:
-        """int64 [B, N]: HUNT_STAG, HUNT_HARE or 0, what each player caught in the last game that ended in each place"""
+        """int64 [B, N]: what each player caught in the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
         state = self.final_state  # who has caught prey left from its cell
         there = (state.position[..., None] == state.prey_position[:, None]) & ~state.present[..., None]
         return (there * self.hunt_action).sum(2)
 
     def final_observation(self) -> Tensor:
-        """uint8 [B, N, C, H, W]: the last observation of the last game that ended in each place"""
+        """uint8 [B, N, C, H, W]: the last observation of the last game that ended there"""
         return self.observe(self.final_state)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -464,7 +465,7 @@ def random_probs(env: StagHuntEnv, state: State, seat: int | slice = ALL_SEATS) 
 
 
 def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0, waits=False) -> Tensor:
-    """`prey`: HUNT_STAG or HUNT_HARE. Ties: uniform over the first steps of all shortest paths to all nearest prey."""
+    """Ties: uniform over the first steps of all shortest paths to all nearest prey."""
     legal = env.legal_actions(state)[:, seat]
     distance = env.distance_to_prey(state, prey, bound)
     cell = state.position[:, seat].long()
@@ -499,6 +500,9 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
     noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # never 0: argmax takes 0 / 0 for the largest
     return (probs / noise).argmax(-1)
+
+
+# Seats: who plays where, and what can be known about them
 
 
 @dataclasses.dataclass
@@ -650,6 +654,8 @@ class Seats:
         copy_nested_(self.state_dict(), saved)
 
 
+# Pictures
+
 COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")  # of players
 GRASS, WALL, STAG, HARE = ("#bad58e", "#b0cd82"), "#a5a09b", "#6e4623", "#f5f0e6"
 CELL, LINE = 108, 40  # pixels of a cell, of a line of text
@@ -667,9 +673,7 @@ def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = N
     return "\n".join([*rows, "  ".join([f"t={shown.time}/{config.final_time} ", *scores])])
 
 
-def render_rgb(
-    config: StagHuntConfig, state: State, returns: Tensor | None = None, game=0, names=None, hunting=None
-) -> np.ndarray:
+def render_rgb(config, state: State, returns=None, game=0, names=None, hunting=None) -> np.ndarray:
     """One game as a picture, uint8 [height, width, 3]: the board, and below it the clock and each player's return.
     `names` [N] stand beside the returns. `hunting` [N], actions: who hunts in this step gets a ring."""
     n, board = config.num_players, _draw_board(config, seat_planes(config, one_game(state, game)), hunting=hunting)
@@ -692,7 +696,7 @@ def render_planes(config: StagHuntConfig, planes, values=None) -> np.ndarray:
 
 
 def one_game(state: State, game: int = 0) -> State:
-    """One game as plain lists and numbers, without a batch"""
+    """As plain lists and numbers, without the batch"""
     return State(*(x[game].tolist() for x in state))
 
 
@@ -746,6 +750,8 @@ def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     shown = [round(1000 / fps)] * (len(images) - 1) + [1500]  # milliseconds
     images[0].save(path, save_all=True, append_images=images[1:], duration=shown, loop=0, optimize=True)
 
+
+# Wrappers: one game, numpy in and out
 
 RENDERERS = {"ansi": render_ansi, "rgb_array": render_rgb}
 HUNTED = {"nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}
@@ -890,12 +896,14 @@ if "StagHunt-v0" not in gymnasium.registry:
     gymnasium.register("StagHunt-v0", entry_point=f"{__name__}:StagHuntGymEnv")
 
 
+# Command line
+
+
 def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
     """The few flags that decide about the defaults of others, read first: name -> value"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in defaults.items():
-        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-        # "?": a flag without its value is left for `parse` to refuse
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}  # without its value it is left for `parse` to refuse
         parser.add_argument(*spellings, dest=name, default=default, nargs="?", const=default)
     return vars(parser.parse_known_args(words)[0])
 
