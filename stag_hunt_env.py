@@ -2,58 +2,34 @@
 
     python stag_hunt_env.py [--gif FILE]    # watch a game in the terminal (and write it to a GIF)
 
-## The game
+Hunters (seats), stags and hares stand on a `height` x `width` board. Prey do not move, hunters do not block each other,
+and all act at the same moment. An illegal action acts as stay.
 
-`num_players` hunters (seats), `num_stags` stags and `num_hares` hares stand on a `height` x `width` board. Prey do not
-move and hunters do not block each other. All act at the same moment. An illegal action acts as stay.
-
-| action | name                  | legal when                   | effect                                            |
-|--------|-----------------------|------------------------------|---------------------------------------------------|
-| 0 to 3 | up, down, left, right | there is a cell without wall | moves there                                       |
-| 4      | stay                  | always, also after leaving   | none                                              |
-| 5      | hunt stag             | on the cell of a living stag | 2 or more: `stag_reward`, they and the stag leave |
-| 6      | hunt hare             | on the cell of a living hare | 1 or more: `hare_reward`, they and the hare leave |
+* 0 to 3, up, down, left, right: to the next cell, if it has no wall.
+* 4, stay: always legal, and all that is legal for those who left.
+* 5, hunt stag, on the cell of a living stag: 2 or more get `stag_reward` and leave with the stag.
+* 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
 A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that a player begins on
 the board. `prosocial` gives every player, also those who left, the mean reward of all. The game ends when everyone has
 left, at `final_time`, or `steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these
-is a true end: never bootstrap from the state after it.
+is a true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4 cells are laid,
+straight or L-shaped; one that would overlap, cut the free cells in two or leave too little room is left out.
 
-At reset up to `max_wall_pieces` walls are laid, straight or L-shaped, of 3 or 4 cells; one that would overlap, cut the
-free cells in two or leave too little room is left out. Then prey and players get a free cell each.
+A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of zeros and ones, in
+its **ego order**: plane k < num_players shows player i seat (i + k) mod num_players, until that player leaves. Walls,
+living stags and living hares follow.
 
-## What a player sees
-
-The clock `time / final_time`, and uint8 planes `[num_players + 3, height, width]` of zeros and ones, in the player's
-**ego order**:
-
-| plane           | player i sees                                             |
-|-----------------|-----------------------------------------------------------|
-| k < num_players | seat (i + k) mod num_players; empty once that player left |
-| num_players     | walls; then living stags; then living hares               |
-
-## Rule-based players
-
-| player         | what it does                                             |
-|----------------|----------------------------------------------------------|
-| `random`       | uniform over the legal actions                           |
-| `nearest_stag` | a shortest path to the nearest stag, then hunts it       |
-| `nearest_hare` | a shortest path to the nearest hare, then hunts it       |
-| `first_stag`   | the same with the living stag of the lowest cell number  |
-| `last_stag`    | the same with the living stag of the highest cell number |
-| `noisy_stag`   | as `nearest_stag`, one action in five as `random`        |
-| `noisy_hare`   | as `nearest_hare`, one action in five as `random`        |
-| `waiting`      | a shortest path to the nearest stag, then stays there    |
-| `switching`    | `nearest_stag` in one game, `nearest_hare` in the next   |
-
-With no such prey left they act as `random`; `waiting` stays. The last four are strangers: they may be seated by name,
-but belong to no population that learners train with.
+Rule-based players are `random` (uniform over the legal actions); `nearest_stag` and `nearest_hare` (a shortest path to
+such prey, then hunts it); `first_stag` and `last_stag` (the same with the living stag of the lowest or highest cell
+number). Strangers belong to no population that learners train with: `noisy_stag` and `noisy_hare` (one action in five
+as `random`); `waiting` (walks to the nearest stag and stays there); `switching` (`nearest_stag` in one game,
+`nearest_hare` in the next). With no such prey left they act as `random`; `waiting` stays.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import math
@@ -61,15 +37,18 @@ import random
 import sys
 import time
 import traceback
-import typing
 from collections.abc import Callable
-from typing import Annotated, ClassVar, NamedTuple
+from functools import cache, partial
+from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
 
 import gymnasium
 import numpy as np
 import torch
+import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from pettingzoo import ParallelEnv
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTION_NAMES = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
@@ -77,70 +56,55 @@ NUM_ACTIONS = 7
 FAR = 1 << 20  # a distance that no board has: there is no such prey
 ALL_SEATS = slice(None)
 
-Finite = Annotated[float, "finite"]
-Positive = Annotated[float, "> 0"]
-NonNegative = Annotated[float, ">= 0"]
-Fraction = Annotated[float, "0 to 1"]
-Count = Annotated[int, ">= 1"]
-Whole = Annotated[int, ">= 0"]
 MOST, LEAST = sys.float_info.max, math.ulp(0.0)
-RANGES = {"finite": (-MOST, MOST), "> 0": (LEAST, MOST), ">= 0": (0, MOST), ">= 1": (1, MOST), "0 to 1": (0, 1)}
+Finite = Annotated[float, ("finite", -MOST, MOST)]
+Positive = Annotated[float, ("> 0", LEAST, MOST)]
+NonNegative = Annotated[float, (">= 0", 0, MOST)]
+Fraction = Annotated[float, ("0 to 1", 0, 1)]
+Count = Annotated[int, (">= 1", 1, MOST)]
+Whole = Annotated[int, (">= 0", 0, MOST)]
+
+
+def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(message)
 
 
 def check_ranges(args) -> None:
     """Refuses the first field of a dataclass whose value is outside the range that its type names; NaN and inf too."""
-    for name, hint in typing.get_type_hints(type(args), include_extras=True).items():
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for part in (hint, *typing.get_args(hint)):  # in `Count | None` the range hides inside the union
-            for text in getattr(part, "__metadata__", ()):
-                low, high = RANGES[text]
-                if value is not None and not low <= value <= high:
-                    raise ValueError(f"--{name.replace('_', '-')} must be {text}, not {value}")
+        for part in (hint, *get_args(hint)):  # in `Count | None` the range hides inside the union
+            for text, low, high in getattr(part, "__metadata__", ()):
+                outside = value is not None and not low <= value <= high
+                refuse(outside, f"--{name.replace('_', '-')} must be {text}, not {value}")
 
 
 @dataclasses.dataclass(frozen=True)
 class StagHuntConfig:
-    height: Count = 4
-    """rows of the board"""
-    width: Count = 4
-    """columns of the board"""
-    num_players: int = 4
-    """seats, 2 to 8"""
-    num_stags: Whole = 1
-    """stags at the start"""
-    num_hares: Whole = 4
-    """hares at the start"""
-    final_time: Count = 35
-    """steps until the game ends"""
-    stag_reward: Finite = 10.0
-    """paid for a stag, shared by the party"""
-    hare_reward: Finite = 1.0
-    """paid for a hare, shared by the party"""
-    time_reward: Finite = 0.0
-    """added for each step that a player begins on the board"""
-    strengths: tuple[float, ...] | None = None
-    """each seat's weight when a party shares its prey (None: equal)"""
-    prosocial: bool = False
-    """give every player the mean reward of all"""
-    max_wall_pieces: Whole = 0
-    """wall pieces tried at each reset"""
-    steps_after_first_hunt: Whole | None = None
-    """end the game this many steps after the first catch (None: do not)"""
-    permute_ids: bool = False
-    """deal the starting cells to the seats again, in random order, at every reset"""
+    height: Count = 4  # rows of the board
+    width: Count = 4  # columns of the board
+    num_players: Annotated[int, ("2 to 8", 2, 8)] = 4  # seats, 2 to 8
+    num_stags: Whole = 1  # stags at the start
+    num_hares: Whole = 4  # hares at the start
+    final_time: Count = 35  # steps until the game ends
+    stag_reward: Finite = 10.0  # paid for a stag, shared by the party
+    hare_reward: Finite = 1.0  # paid for a hare, shared by the party
+    time_reward: Finite = 0.0  # added for each step that a player begins on the board
+    strengths: tuple[float, ...] | None = None  # each seat's weight when a party shares its prey (None: equal)
+    prosocial: bool = False  # give every player the mean reward of all
+    max_wall_pieces: Whole = 0  # wall pieces tried at each reset
+    steps_after_first_hunt: Whole | None = None  # end the game this many steps after the first catch (None: do not)
+    permute_ids: bool = False  # deal the starting cells to the seats again, in random order, at every reset
 
     def __post_init__(self):
         check_ranges(self)
-        board, needed = f"{self.height}x{self.width} board", self.num_prey + self.num_players
-        strengths = self.strengths or (1,) * self.num_players
-        if not 2 <= self.num_players <= 8:
-            raise ValueError(f"--num-players must be 2 to 8, not {self.num_players}")
-        if needed > self.num_cells:
-            raise ValueError(f"too little room: {needed} prey and players, {self.num_cells} cells on the {board}")
-        if len(strengths) != self.num_players or not all(0 < strength < math.inf for strength in strengths):
-            raise ValueError(f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
-        if self.max_wall_pieces > self.num_cells:
-            raise ValueError(f"--max-wall-pieces {self.max_wall_pieces} is more than the {board} has cells")
+        needed, strengths = self.num_prey + self.num_players, self.strengths or (1,) * self.num_players
+        walls, board = self.max_wall_pieces, f"{self.height}x{self.width} board"
+        fits = len(strengths) == self.num_players and all(0 < strength < math.inf for strength in strengths)
+        refuse(needed > self.num_cells, f"too little room: {needed} prey and players, {self.num_cells} cells")
+        refuse(not fits, f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
+        refuse(walls > self.num_cells, f"--max-wall-pieces {walls} is more than the {board} has cells")
 
     @property
     def num_prey(self) -> int:
@@ -156,77 +120,65 @@ class StagHuntConfig:
 
     @property
     def setting(self) -> str:
-        """Short name: 4x4_4h1s is 4 hunters and 1 stag; the hares are named where there are not 4."""
+        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4."""
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
         return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
     def payoffs(self) -> dict[float, str]:
         """Every reward that a player on the board can get in one step -> what paid it: none, hare or stag."""
-        n, strengths, found = self.num_players, self.strengths or (1.0,) * self.num_players, []
+        n, stag, hare, step = self.num_players, self.stag_reward, self.hare_reward, self.time_reward
         if self.prosocial:
-            for stags, hares in itertools.product(range(self.num_stags + 1), range(self.num_hares + 1)):
-                earned, paid = stags * self.stag_reward + hares * self.hare_reward, "stag" if stags else "hare"
-                for active in range(1, n + 1):
-                    found.append(((earned + active * self.time_reward) / n, paid if stags + hares else "none"))
+            found = []
+            counts = itertools.product(range(self.num_stags + 1), range(self.num_hares + 1), range(1, n + 1))
+            for stags, hares, active in counts:
+                paid = "stag" if stags else "hare" if hares else "none"
+                found.append(((stags * stag + hares * hare + active * step) / n, paid))
         else:
-            found.append((self.time_reward, "none"))
+            strengths = self.strengths or (1.0,) * n
             parties = [party for size in range(1, n + 1) for party in itertools.combinations(strengths, size)]
             shares = [(own / sum(party), len(party)) for party in parties for own in party]
-            if self.num_hares:
-                found += [(share * self.hare_reward + self.time_reward, "hare") for share, _ in shares]
-            if self.num_stags:
-                found += [(share * self.stag_reward + self.time_reward, "stag") for share, size in shares if size > 1]
+            found = [(step, "none")]
+            found += [(share * hare + step, "hare") for share, _ in shares if self.num_hares]
+            found += [(share * stag + step, "stag") for share, size in shares if self.num_stags and size > 1]
         return {float(np.float32(reward)): paid for reward, paid in reversed(found)}  # of equal rewards the first
 
 
 class State(NamedTuple):
     """B games. Cells are numbered row by row. A state with walls belongs to a config with max_wall_pieces > 0."""
 
-    position: torch.Tensor  # [B, N] the cell of each seat; where it last stood once it has left
-    present: torch.Tensor  # [B, N] still on the board
-    prey_position: torch.Tensor  # [B, P] stags first
-    prey_alive: torch.Tensor  # [B, P]
-    walls: torch.Tensor  # [B, H*W] uint8, 1 where a wall stands
-    time: torch.Tensor  # [B] steps played
-    first_hunt: torch.Tensor  # [B] the clock right after the first catch, -1 before
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The game
-
-COUNTERS = ("_dealt", "episode_return", "final_return")  # of StagHuntEnv
+    position: Tensor  # [B, N] the cell of each seat; where it last stood once it has left
+    present: Tensor  # [B, N] still on the board
+    prey_position: Tensor  # [B, P] stags first
+    prey_alive: Tensor  # [B, P]
+    walls: Tensor  # [B, H*W] uint8, 1 where a wall stands
+    time: Tensor  # [B] steps played
+    first_hunt: Tensor  # [B] the clock right after the first catch, -1 before
 
 
 class StagHuntEnv:
     """`num_envs` games on one device. `initial_state`, `transition`, `observe`, ... are functions of a state. `step`
-    plays on from `state`: a game that ends is replaced at once, and what it left stays in `final_state`,
-    `final_return` and `final_prey` [B, N] and `final_length` [B] until the next game in that place ends.
-
-    `step` works in place and can be captured in a CUDA graph (register `generator` with it): to keep a state, take
-    `copy_state(env.state)`. `compile=True` fuses the step with torch.compile."""
+    plays on from `state`, in place: a game that ends is replaced at once, and leaves `final_state`, `final_return` and
+    `final_prey` [B, N] and `final_length` [B] until the next one ends there. To keep a state, take `copy_state`. `step`
+    can be captured in a CUDA graph (register `generator` with it); `compile=True` fuses it with torch.compile."""
 
     def __init__(self, config: StagHuntConfig | None = None, num_envs=1, device="cpu", seed=0, compile=False):
+        refuse(num_envs < 1, f"num_envs must be >= 1, not {num_envs}")
         self.config = config = config or StagHuntConfig()
         self.device, self.num_envs = resolve_device(device), num_envs
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be >= 1, not {num_envs}")
         self.generator = torch.Generator(self.device)
         height, width, n, cells = config.height, config.width, config.num_players, config.num_cells
-        tensor = functools.partial(torch.tensor, device=self.device)
-
+        tensor = partial(torch.tensor, device=self.device)
         row, column = np.divmod(np.arange(cells), width)
-        on_board = np.stack([row > 0, row < height - 1, column > 0, column < width - 1], 1)
-        reach = np.pad(on_board * np.array([-width, width, -1, 1]), ((0, 0), (0, 3)))
-        self.target = tensor(np.arange(cells)[:, None] + reach)  # [H*W, 7] where an action leads
-        self.possible = tensor(np.pad(on_board, ((0, 0), (0, 3))))  # [H*W, 7] moves that stay on the board
+        moves = np.stack([row > 0, row < height - 1, column > 0, column < width - 1, *[row < 0] * 3], 1)
+        self.possible = tensor(moves)  # [H*W, 7] moves that stay on the board
+        self.target = tensor(np.arange(cells)[:, None] + moves * [-width, width, -1, 1, 0, 0, 0])  # where they lead
         self.manhattan = tensor(abs(row[:, None] - row) + abs(column[:, None] - column), dtype=torch.int32)
         self.is_stay = tensor([action == STAY for action in range(NUM_ACTIONS)])
         self.hunt = tensor([-1] * 5 + [HUNT_STAG, HUNT_HARE])
         seat = np.arange(n)
         self.ego = tensor((seat[:, None] + seat) % n)  # [observer, k] -> seat
         self.unego = tensor((seat - seat[:, None]) % n)  # [observer, seat] -> k
-        # A plane is moved in words of 8 cells where the board allows it: an eighth of the work.
-        self.word = torch.int64 if cells % 8 == 0 else torch.uint8
+        self.word = torch.int64 if cells % 8 == 0 else torch.uint8  # planes are moved in words of 8 cells if possible
         self.one_hot = tensor(np.eye(cells + 1, cells, dtype=np.uint8)).view(self.word)  # last row: not on the board
         self.hunt_action = tensor([HUNT_STAG] * config.num_stags + [HUNT_HARE] * config.num_hares, dtype=torch.int64)
         self.party_needed = 1 + (self.hunt_action == HUNT_STAG).long()  # [P]
@@ -236,26 +188,24 @@ class StagHuntEnv:
             self.pieces = tensor(wall_placements(height, width))  # [placements, H*W]
             # The longest shortest path: straight across, and around each piece (one of 4 has a rim of 14 cells).
             self.longest_path = min(cells - 1, height + width - 2 + 14 * config.max_wall_pieces)
-
         # The next game of each place is dealt in advance, half of them anew at each step, in turn. Nobody starts on
         # prey, so a game lasts 2 steps or more (unless final_time is 1), and no deal is played twice.
         self.deals_per_step = math.ceil(num_envs / min(2, config.final_time))
-        self._board = (height, width)
         self._numbers = [config.max_wall_pieces, config.num_prey + n, n * config.permute_ids]  # random, of one deal
         self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
         if compile:
             self._advance, self._refill = (torch.compile(f, dynamic=False) for f in (self._advance, self._refill))
         self.state, self.final_state, self._next = (self.initial_state() for _ in range(3))
-        self._dealt = tensor(0)  # the place whose next game is dealt anew first
-        self.episode_return, self.final_return = (torch.zeros(num_envs, n, device=self.device) for _ in range(2))
         self.final_length = self.final_state.time
+        self.episode_return, self.final_return = (torch.zeros(num_envs, n, device=self.device) for _ in range(2))
+        self._dealt = tensor(0)  # the place whose next game is dealt anew first
         self.reset(seed)
 
-    def seats_to_ego(self, x: torch.Tensor) -> torch.Tensor:
+    def seats_to_ego(self, x: Tensor) -> Tensor:
         """[B, N, ...] about seats -> [B, N observers, N, ...]: entry (i, k) is about seat (i + k) mod N."""
         return x[:, self.ego]
 
-    def ego_to_seats(self, x: torch.Tensor) -> torch.Tensor:
+    def ego_to_seats(self, x: Tensor) -> Tensor:
         """[B, N observers, N, ...] in ego order -> seat order: entry (i, j) is what observer i holds about seat j."""
         return x[:, self.ego[:, :1], self.unego]
 
@@ -273,8 +223,12 @@ class StagHuntEnv:
         for k in range(config.max_wall_pieces):
             piece = self.pieces[(for_pieces[:, k] * len(self.pieces)).long()]
             candidate = walls | piece
-            room = (~candidate).sum(1) >= for_cells.shape[1]
-            fits = ~(walls & piece).any(1) & room & self._connected(~candidate)
+            free = ~candidate
+            reached = free & (free.cumsum(1) == 1)  # from the first free cell
+            for _ in range(self.longest_path):
+                reached = free & (reached | reached[:, self.target[:, :4]].any(2))
+            room = free.sum(1) >= for_cells.shape[1]
+            fits = ~(walls & piece).any(1) & room & (reached == free).all(1)
             walls = torch.where(fits[:, None], candidate, walls)
         if config.max_wall_pieces:  # the numbers are places among the free cells
             below = (~walls).cumsum(1)
@@ -289,13 +243,7 @@ class StagHuntEnv:
         clock = torch.zeros(games, dtype=torch.int32, device=self.device)
         return State(position, present, prey_position, prey_alive, walls.to(torch.uint8), clock, clock - 1)
 
-    def _connected(self, free):  # [B, H*W] -> [B]: can every free cell be reached from the first?
-        reached = free & (free.cumsum(1) == 1)
-        for _ in range(self.longest_path):
-            reached = free & (reached | reached[:, self.target[:, :4]].any(2))
-        return (reached == free).all(1)
-
-    def legal_actions(self, state: State) -> torch.Tensor:
+    def legal_actions(self, state: State) -> Tensor:
         """bool [B, N, 7]"""
         target = self.target[state.position]  # [B, N, 7]
         free = state.walls.gather(1, target.flatten(1)).view(target.shape) == 0
@@ -307,10 +255,9 @@ class StagHuntEnv:
         here = state.position[..., None] == state.prey_position[:, None]
         return here & state.prey_alive[:, None] & state.present[..., None]
 
-    def transition(self, state: State, actions: torch.Tensor) -> tuple[State, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def transition(self, state: State, actions: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """actions int [B, N] -> next state, reward [B, N], present_before [B, N] (acted in this step), done [B]. No
         reset: a game that has ended stays as it is, with reward 0. Walls and the prey's places are shared with `state`.
-
         Wrong actions raise ValueError, but values on a GPU are not read back: there, one outside 0..6 acts as stay."""
         self._check_actions(actions, state)
         return self._transition(state, actions)
@@ -338,16 +285,16 @@ class StagHuntEnv:
         state = State(position, present, state.prey_position, alive, state.walls, clock, first_hunt)
         return state, reward, active, self.game_over(state)
 
-    def game_over(self, state: State) -> torch.Tensor:
+    def game_over(self, state: State) -> Tensor:
         """bool [B]"""
         over = ~state.present.any(1) | (state.time >= self.config.final_time)
         if self.config.steps_after_first_hunt is not None:
             over |= (state.first_hunt >= 0) & (state.time - state.first_hunt >= self.config.steps_after_first_hunt)
         return over
 
-    def observe(self, state: State) -> torch.Tensor:
+    def observe(self, state: State) -> Tensor:
         """uint8 [B, N, C, H, W]: each player's planes in its ego order"""
-        return self._planes(state).view(torch.uint8).unflatten(-1, self._board)
+        return self._planes(state).view(torch.uint8).unflatten(-1, self.config.observation_shape[1:])
 
     def _planes(self, state):  # [B, N, C, words]
         config, nowhere = self.config, self.config.num_cells
@@ -358,11 +305,11 @@ class StagHuntEnv:
         everybody = self.one_hot[self.seats_to_ego(players)]  # [B, N, N, words]
         return torch.cat([everybody, shared.expand(-1, config.num_players, -1, -1)], 2)
 
-    def clock(self, state: State) -> torch.Tensor:
+    def clock(self, state: State) -> Tensor:
         """float [B]: the share of the game's time that has passed"""
         return state.time / self.config.final_time
 
-    def distance_to_prey(self, state: State, hunt_action: int, bound: str | None = None) -> torch.Tensor:
+    def distance_to_prey(self, state: State, hunt_action: int, bound: str | None = None) -> Tensor:
         """int32 [B, H*W]: steps from each cell to the nearest living prey of that kind, around walls; FAR if there is
         none. `bound`: only the "first" or the "last" of them counts, by cell number."""
         stags = self.config.num_stags
@@ -381,23 +328,24 @@ class StagHuntEnv:
                 distance = torch.where(state.walls > 0, FAR, torch.minimum(distance, step)).clamp(max=FAR)
         return distance
 
-    def reset(self, seed: int | None = None) -> torch.Tensor:
+    def reset(self, seed: int | None = None) -> Tensor:
         """Deals all games anew, from `seed` if one is given; returns the observation."""
         if seed is not None:
             self.generator.manual_seed(seed)
         deals = self.initial_state()
         for kept, dealt in ((self.state, deals), (self.final_state, deals), (self._next, self.initial_state())):
             copy_nested_(kept._asdict(), dealt._asdict())
-        for name in COUNTERS:
-            getattr(self, name).zero_()
+        for counter in (self._dealt, self.episode_return, self.final_return):
+            counter.zero_()
         return self.observe(self.state)
 
-    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `transition`, but returns the observation [B, N, C, H, W]: the new game's where one ended."""
         self._check_actions(actions, self.state)
-        words, reward, present_before, done = self._advance(actions)
+        planes, reward, present_before, done = self._advance(actions)
         self._refill(self._uniform(self.deals_per_step))
-        return words.view(torch.uint8).unflatten(-1, self._board), reward, present_before, done
+        observation = planes.view(torch.uint8).unflatten(-1, self.config.observation_shape[1:])
+        return observation, reward, present_before, done
 
     def _advance(self, actions):
         state, reward, present_before, done = self._transition(self.state, actions)
@@ -421,29 +369,29 @@ class StagHuntEnv:
         self._dealt.copy_((self._dealt + self.deals_per_step) % self.num_envs)
 
     @property
-    def final_prey(self) -> torch.Tensor:
-        """int64 [B, N]: HUNT_STAG, HUNT_HARE or 0, what each player caught in the last game that ended in each place"""
+    def final_prey(self) -> Tensor:
+        """int64 [B, N]: what each player caught in the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
         state = self.final_state  # who has caught prey left from its cell
         there = (state.position[..., None] == state.prey_position[:, None]) & ~state.present[..., None]
         return (there * self.hunt_action).sum(2)
 
-    def final_observation(self) -> torch.Tensor:
-        """uint8 [B, N, C, H, W]: the last observation of the last game that ended in each place"""
+    def final_observation(self) -> Tensor:
+        """uint8 [B, N, C, H, W]: the last observation of the last game that ended there"""
         return self.observe(self.final_state)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """All that `step` changes. As in torch these are the tensors themselves: copy what you want to keep."""
-        saved = {name: getattr(self, name) for name in COUNTERS} | {"generator": self.generator.get_state()}
+        saved = {name: getattr(self, name) for name in ("_dealt", "episode_return", "final_return")}
         for group in ("state", "final_state", "_next"):
             saved |= {f"{group}.{name}": x for name, x in getattr(self, group)._asdict().items()}
-        return saved
+        return saved | {"generator": self.generator.get_state()}
 
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         copy_nested_(self.state_dict(), saved)
         self.generator.set_state(saved["generator"].cpu())
 
     def _check_actions(self, actions, state):
-        dtype = actions.dtype if isinstance(actions, torch.Tensor) else type(actions).__name__
+        dtype = actions.dtype if isinstance(actions, Tensor) else type(actions).__name__
         if dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(f"actions must be a tensor of integers, not {dtype}")
         wanted, given = ((list(x.shape), x.device.type) for x in (state.position, actions))
@@ -469,20 +417,18 @@ def copy_state(state: State) -> State:
 
 
 def copy_nested_(kept: dict, saved: dict, name: str = "", check_only: bool = False) -> None:
-    """Copies saved tensors in place into those that are there, also in dicts of dicts. What is missing or has another
-    shape or type is refused by name, before anything is changed."""
+    """Copies saved tensors into those that are there, also in dicts of dicts; checks all, by name, before the first."""
     if not check_only:
         copy_nested_(kept, saved, name, check_only=True)
     for key, tensor in kept.items():
         value, path = saved.get(key) if isinstance(saved, dict) else None, f"{name}.{key}".lstrip(".")
-        if value is None:
-            raise ValueError(f"{path} is missing in what was saved")
+        refuse(value is None, f"{path} is missing in what was saved")
         if isinstance(tensor, dict):
             copy_nested_(tensor, value, path, check_only)
-        elif (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
+        elif check_only:
             was, here = (f"{x.dtype} {list(x.shape)}" for x in (value, tensor))
-            raise ValueError(f"{path} was saved as {was}, but here it is {here}")
-        elif not check_only:
+            refuse(was != here, f"{path} was saved as {was}, but here it is {here}")
+        else:
             tensor.copy_(value)
 
 
@@ -501,29 +447,25 @@ def wall_placements(height: int, width: int) -> np.ndarray:
     cells, found = set(itertools.product(range(height), range(width))), set()
     arms = (2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)  # cells above or below the corner, and beside it
     for (row, column), (tall, wide), down, right in itertools.product(cells, arms, (-1, 1), (-1, 1)):
-        piece = {(row + down * k, column) for k in range(tall + 1)} | {
-            (row, column + right * k) for k in range(wide + 1)
-        }
+        piece = {(row + down * k, column) for k in range(tall + 1)}
+        piece |= {(row, column + right * k) for k in range(wide + 1)}
         if piece <= cells:
             found.add(tuple(sorted(row * width + column for row, column in piece)))
-    if not found:
-        raise ValueError(f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
+    refuse(not found, f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
     return np.array([np.isin(np.arange(height * width), piece) for piece in sorted(found)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rule-based players: (env, state, seat) -> probabilities [B, 7]; seat may be a slice of seats, then [B, seats, 7].
 # To add one, add a function to PLAYER_PROBS; one that no population may hold, to STRANGER_PROBS.
 
 
-def random_probs(env: StagHuntEnv, state: State, seat: int | slice = ALL_SEATS) -> torch.Tensor:
-    """Uniform over the legal actions."""
-    return _uniform_over(env.legal_actions(state)[:, seat])
+def random_probs(env: StagHuntEnv, state: State, seat: int | slice = ALL_SEATS) -> Tensor:
+    legal = env.legal_actions(state)[:, seat]
+    return legal / legal.sum(-1, keepdim=True)
 
 
-def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0, waits=False) -> torch.Tensor:
-    """Walks a shortest path to the nearest prey of that kind (`bound`: to the first or last one only) and hunts it, or
-    waits on its cell; see the manual. Ties: uniform over the first steps of all shortest paths to all nearest prey."""
+def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0, waits=False) -> Tensor:
+    """Ties: uniform over the first steps of all shortest paths to all nearest prey."""
     legal = env.legal_actions(state)[:, seat]
     distance = env.distance_to_prey(state, prey, bound)
     cell = state.position[:, seat].long()
@@ -531,58 +473,49 @@ def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0
     now = distance.gather(1, cell.view(len(cell), -1)).view(*cell.shape, 1)
     after = distance.gather(1, target.flatten(1)).view(target.shape)
     best = legal & ((after < now) | ((now == 0) & (env.is_stay if waits else env.hunt == prey)))
-    probs = _uniform_over(torch.where(best.any(-1, keepdim=True), best, env.is_stay if waits else legal))
-    return (1 - noise) * probs + noise * _uniform_over(legal) if noise else probs
+    best = torch.where(best.any(-1, keepdim=True), best, env.is_stay if waits else legal)
+    probs = best / best.sum(-1, keepdim=True)
+    return (1 - noise) * probs + noise * legal / legal.sum(-1, keepdim=True) if noise else probs
 
 
-def _uniform_over(allowed):
-    return allowed / allowed.sum(-1, keepdim=True)
+PLAYER_PROBS: dict[str, Callable] = {
+    "random": random_probs,
+    "nearest_stag": partial(hunter_probs, prey=HUNT_STAG),
+    "nearest_hare": partial(hunter_probs, prey=HUNT_HARE),
+    "first_stag": partial(hunter_probs, prey=HUNT_STAG, bound="first"),
+    "last_stag": partial(hunter_probs, prey=HUNT_STAG, bound="last"),
+}
+STRANGER_PROBS: dict[str, Callable] = {
+    "noisy_stag": partial(hunter_probs, prey=HUNT_STAG, noise=0.2),
+    "noisy_hare": partial(hunter_probs, prey=HUNT_HARE, noise=0.2),
+    "waiting": partial(hunter_probs, prey=HUNT_STAG, waits=True),
+}
+STRANGERS = (*STRANGER_PROBS, "switching")  # whose rule goes by the number of the game, which a state does not hold
+POPULATION = ("random", "nearest_stag", "nearest_hare")
+LEARNER, MIXED, SWITCHING = -1, -2, -3  # what a seat may hold besides the number of a player
 
 
-def sample(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """[..., A] -> int64 [...]. Never draws an action of probability 0."""
     noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
     noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # never 0: argmax takes 0 / 0 for the largest
     return (probs / noise).argmax(-1)
 
 
-PLAYER_PROBS: dict[str, Callable] = {
-    "random": random_probs,
-    "nearest_stag": functools.partial(hunter_probs, prey=HUNT_STAG),
-    "nearest_hare": functools.partial(hunter_probs, prey=HUNT_HARE),
-    "first_stag": functools.partial(hunter_probs, prey=HUNT_STAG, bound="first"),
-    "last_stag": functools.partial(hunter_probs, prey=HUNT_STAG, bound="last"),
-}
-STRANGER_PROBS: dict[str, Callable] = {
-    "noisy_stag": functools.partial(hunter_probs, prey=HUNT_STAG, noise=0.2),
-    "noisy_hare": functools.partial(hunter_probs, prey=HUNT_HARE, noise=0.2),
-    "waiting": functools.partial(hunter_probs, prey=HUNT_STAG, waits=True),
-}
-STRANGERS = (*STRANGER_PROBS, "switching")  # whose rule goes by the number of the game, which a state does not hold
-POPULATION = ("random", "nearest_stag", "nearest_hare")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Seats: who plays where, and what can be known about them
-
-LEARNER = -1  # in `Seats.kinds`
 
 
 @dataclasses.dataclass
 class SeatFlags:
-    seats: str | None = None
-    """who sits where, one name a seat: learner, mixed, a player or a stranger (None: learners everywhere)"""
-    population: str = ",".join(POPULATION)
-    """the players that mixed seats, pretraining and the exact posterior know"""
-    redraw: str = "game"
-    """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
+    seats: str | None = None  # who sits where: learner, mixed, a player or a stranger (None: learners everywhere)
+    population: str = ",".join(POPULATION)  # the players that mixed seats, pretraining and the exact posterior know
+    redraw: str = "game"  # when a mixed seat gets a new player: after each game, never, or with this probability
 
 
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
     """--seats as a list of names; None: learners everywhere"""
     names = population_names(["learner"] * num_players if seats is None else seats, "learner", "mixed", *STRANGERS)
-    if len(names) != num_players:
-        raise ValueError(f"{len(names)} seats are named ({', '.join(names)}), but the game has {num_players} players")
+    refuse(len(names) != num_players, f"{len(names)} seats are named, but the game has {num_players} players")
     return names
 
 
@@ -591,8 +524,7 @@ def population_names(population: str | list[str] | tuple[str, ...], *also: str) 
     names, known = population.split(",") if isinstance(population, str) else list(population), (*also, *PLAYER_PROBS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown player {unknown[0]!r}; the known ones are {', '.join(known)}")
-    if not also and len(set(names)) < len(names):
-        raise ValueError(f"--population names a player twice: {', '.join(names)}")
+    refuse(not also and len(set(names)) < len(names), f"--population names a player twice: {', '.join(names)}")
     return names
 
 
@@ -606,112 +538,99 @@ def redraw_prob(redraw: str | float) -> float:
 
 
 class Seats:
-    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over who it is.
-
-    `tables` names the N players of each block, as in SeatFlags. The M learners are numbered block by block, seat by
-    seat; with `share_parameters` those of a block are one learner with more games. `remember`: the posterior outlasts
-    a game. `watch`: learners only watch, and drawn players sit in all seats. `kinds` int64 [B, N] is who sits there
-    now: LEARNER, or a number in `names`, whose first P are the population. In each step call `action_probs`, ask what
-    you need, then `update`."""
+    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over who it is. In each
+    step call `action_probs`, ask what you need, then `update`. `tables` names the N players of each block. The M
+    learners are numbered block by block, seat by seat; with `share_parameters` those of a block are one learner with
+    more games. `remember`: the posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all
+    seats. `kinds` int64 [B, N]: LEARNER, or a number in `names`, whose first P are the population."""
 
     def __init__(
         self, env, tables, share_parameters=False, population=POPULATION, redraw="game", remember=False, watch=False
     ):
-        n, device = env.config.num_players, env.device
+        n, games, device = env.config.num_players, env.num_envs // len(tables), env.device
         tables = [seats_table(table, n) for table in tables]
-        if env.num_envs % len(tables):
-            raise ValueError(f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables of seats")
-        self.env, self.share_parameters, self.watch = env, share_parameters, watch
-        self.num_blocks, self.num_envs = len(tables), env.num_envs // len(tables)
-        self.population = population_names(population)
-        learns = torch.tensor(np.array(tables) == "learner", device=device)  # [S, N]
+        refuse(env.num_envs % len(tables) > 0, f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables")
+        self.env, self.num_blocks, self.num_envs = env, len(tables), games
+        self.population, self.share_parameters, self.watch = population_names(population), share_parameters, watch
+        learns = torch.tensor([[name == "learner" for name in table] for table in tables], device=device)  # [S, N]
         learners = learns.sum(1).tolist()
-        if share_parameters and len(set(learners)) > 1:
-            raise ValueError(f"with shared parameters each table needs the same number of learners, not {learners}")
+        differ = len(set(learners)) > 1
+        refuse(share_parameters and differ, f"shared parameters need as many learners in each table, not {learners}")
         self.num_learners = self.num_blocks if share_parameters else sum(learners)
         self.everybody_learns = bool(learns.all())
         self.has_rule_based = watch or not self.everybody_learns
         self._block, self._seat = learns.nonzero(as_tuple=True)
         self._row = (learns.flatten().cumsum(0) - 1).clamp(min=0).view(learns.shape)  # [S, N] place among the learners
-        self._learns = learns.repeat_interleave(self.num_envs, 0)  # [B, N]
+        self._learns = learns.repeat_interleave(games, 0)  # [B, N]
         self.learner_seat = self.to_learners(torch.arange(n, device=device).expand(env.num_envs, n))  # [M, E]
-
-        def per_game(rows):  # [S, N] -> [B, N]
-            return torch.tensor(rows, device=device).repeat_interleave(self.num_envs, 0)
-
-        seated = np.array([["mixed"] * n] * len(tables) if watch else tables)
-        rules, named = PLAYER_PROBS | STRANGER_PROBS, {*seated.flat}
-        self._any_switching = "switching" in named
-        named |= {"nearest_stag", "nearest_hare"} if self._any_switching else set()
-        self.names = self.population + [name for name in rules if name in named and name not in self.population]
-        self._rules = [rules[name] for name in self.names]
-        numbers = {name: kind for kind, name in enumerate(self.names)}
-        mixed = per_game(seated == "mixed")
-        kinds = per_game([[numbers.get(name, LEARNER) for name in table] for table in seated])
-        self.kinds = torch.where(mixed, torch.randint_like(kinds, len(self.population)), kinds)
-        if self._any_switching:  # its two kinds have a fixed sum
-            stag, hare = numbers["nearest_stag"], numbers["nearest_hare"]
-            self._switching, self._sum_of_kinds = per_game(seated == "switching"), stag + hare
-            first = torch.where(torch.rand(mixed.shape, device=device) < 0.5, stag, hare)
+        seated = [["mixed"] * n] * len(tables) if watch else tables
+        rules, named = PLAYER_PROBS | STRANGER_PROBS, set(itertools.chain(*seated))
+        self._switches = "switching" in named
+        named |= {"nearest_stag", "nearest_hare"} if self._switches else set()
+        self.names = self.population + [name for name in rules if name in named.difference(self.population)]
+        self._rules, count = [rules[name] for name in self.names], len(self.population)
+        kind = {"learner": LEARNER, "mixed": MIXED, "switching": SWITCHING} | dict(zip(self.names, itertools.count()))
+        kinds = torch.tensor([[kind[name] for name in table] for table in seated], device=device)
+        kinds = kinds.repeat_interleave(games, 0)  # [B, N]
+        mixed, self._switching = kinds == MIXED, kinds == SWITCHING
+        self.kinds = torch.where(mixed, torch.randint_like(kinds, count), kinds)
+        if self._switches:
+            self._either = kind["nearest_stag"], kind["nearest_hare"]
+            first = torch.where(torch.rand(kinds.shape, device=device) < 0.5, *self._either)
             self.kinds = torch.where(self._switching, first, self.kinds)
-
-        count = len(self.population)
-        self.log_posterior = torch.full((*mixed.shape, count), -math.log(count), device=device)
-        self._redraw_prob = mixed * redraw_prob(redraw)  # [B, N]
+        self.log_posterior = torch.full((*kinds.shape, count), -math.log(count), device=device)
+        self._redraw_prob = mixed * redraw_prob(redraw)
         # After a game the posterior becomes (1 - forget) * posterior + forget * prior.
         forget = (self._redraw_prob if remember else torch.ones_like(self._redraw_prob))[..., None]
         self._log_keep, self._log_forget = (1 - forget).log(), (forget / count).log()
         self._table = self._probs = None  # what the last `action_probs` computed
 
-    def to_learners(self, x: torch.Tensor) -> torch.Tensor:
+    def to_learners(self, x: Tensor) -> Tensor:
         """[B, N, ...] by seat -> [M, E, ...] (shared parameters: the games of all learner seats, seat by seat)"""
         x = x.unflatten(0, (self.num_blocks, self.num_envs)).movedim(2, 1)  # [S, N, E, ...]
-        return self._share(x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat])
-
-    def per_learner(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, ...], the same for all seats -> [M, E, ...]"""
-        return self._share(x.unflatten(0, (self.num_blocks, self.num_envs))[self._block])
-
-    def _share(self, x):
+        x = x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat]
         return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
 
-    def to_seats(self, x: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+    def per_learner(self, x: Tensor) -> Tensor:
+        """[B, ...], the same for all seats -> [M, E, ...]"""
+        return self.to_learners(x[:, None].expand(-1, self.env.config.num_players, *x.shape[1:]))
+
+    def to_seats(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         """[M, E, ...] -> [B, N, ...], `others` [B, N, ...] where no learner sits"""
         x = x.reshape(len(self._seat), self.num_envs, *x.shape[2:])[self._row].movedim(1, 2).flatten(0, 1)
         learns = self._learns.view(*self._learns.shape, *[1] * (x.dim() - 2))
         return x if self.everybody_learns else torch.where(learns, x, others)
 
-    def action_probs(self, state: State, learner_probs: torch.Tensor | None = None) -> torch.Tensor:
+    def action_probs(self, state: State, learner_probs: Tensor | None = None) -> Tensor:
         """[B, N, 7] everybody's probabilities; learner_probs [M, E, 7] unless the learners only watch"""
         learners_act = self.num_learners > 0 and not self.watch
-        if learners_act != (learner_probs is not None):
-            raise ValueError("action_probs takes learner_probs if there are learners and they do not only watch")
+        refuse(learners_act == (learner_probs is None), "learner_probs are for learners that do not only watch")
         probs = None
         if self.has_rule_based:
             self._table = torch.stack([rule(self.env, state, ALL_SEATS) for rule in self._rules], 2)  # [B, N, names, 7]
             kind = self.kinds.clamp(min=0)[..., None, None].expand(-1, -1, 1, NUM_ACTIONS)
             probs = self._table.gather(2, kind).squeeze(2)
-        self._probs = self.to_seats(learner_probs, probs) if learners_act else probs
+        self._probs = probs if learner_probs is None else self.to_seats(learner_probs, probs)
         return self._probs
 
-    def posterior(self) -> torch.Tensor:
+    def posterior(self) -> Tensor:
         """[B, N, P] which player of the population it is, given all that was seen; of a learner the prior"""
         return self.log_posterior.exp()
 
-    def posterior_probs(self) -> torch.Tensor:
+    def posterior_probs(self) -> Tensor:
         """[B, N, 7] the best prediction of the next action from the past; of a learner its own probabilities"""
         if not self.has_rule_based:
             return self._probs
         expected = (self.posterior()[..., None] * self._table[:, :, : len(self.population)]).sum(2)
         return torch.where((self.kinds == LEARNER)[..., None], self._probs, expected)
 
-    def oracle_id(self) -> torch.Tensor:
+    def oracle_id(self) -> Tensor:
         """float [B, N, P + 1] one-hot: who of the population plays now; the last entry: a learner; a stranger: zeros"""
         count = len(self.population)
         identity = torch.where(self.kinds == LEARNER, count, torch.where(self.kinds < count, self.kinds, -1))
         return (identity[..., None] == torch.arange(count + 1, device=identity.device)).float()
 
-    def update(self, actions: torch.Tensor, present_before: torch.Tensor, done: torch.Tensor) -> None:
+    def update(self, actions: Tensor, present_before: Tensor, done: Tensor) -> None:
         """Bayes' rule with the probabilities of the last `action_probs`; new players only where a game ended."""
         if not self.has_rule_based:
             return
@@ -724,103 +643,90 @@ class Seats:
         self.log_posterior.copy_(torch.where(ended[..., None], next_game, log_posterior))
         redrawn = ended & (torch.rand(self.kinds.shape, device=done.device) < self._redraw_prob)
         kinds = torch.where(redrawn, torch.randint_like(self.kinds, count), self.kinds)
-        if self._any_switching:
-            kinds = torch.where(self._switching & ended, self._sum_of_kinds - kinds, kinds)
+        if self._switches:
+            kinds = torch.where(self._switching & ended, sum(self._either) - kinds, kinds)
         self.kinds.copy_(kinds)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {"kinds": self.kinds, "log_posterior": self.log_posterior}
 
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         copy_nested_(self.state_dict(), saved)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 
 COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")  # of players
-GRASS = np.array([(186, 213, 142), (176, 205, 130)], np.uint8)
-INK = {"b": "#6e4623", "B": "#a56e3c", "k": "#281e19", "w": "#f5f0e6", "g": "#a5a09b", "p": "#e19696", "s": "#eec8a5"}
-SPRITES = {  # rows of a square; c: the player's colour
-    "stag": ".b.b....b.b. .bbb....bbb. ..bb....bb.. ...bb..bb... .BB.BBBB.BB. ..BBBBBBBB.. "
-    "...BkBBkB... ...BBBBBB... ....BBBB.... ....BBBB.... ....BkkB.... .....BB.....",
-    "hare": "...gg..gg... ..ggpggpgg.. ..gpggggpg.. ..gpg..gpg.. ...gg..gg... ..wwwwwwww.. "
-    ".wwkwwwwkww. .wwwwwwwwww. .wwwwppwwww. ..wwwkkwww.. ...wwwwww... ............",
-    "hunter": "..cc.. .cssc. .ckkc. cccccc cccccc .c..c.",
-    "wall": "g",
-}
+GRASS, WALL, STAG, HARE = ("#bad58e", "#b0cd82"), "#a5a09b", "#6e4623", "#f5f0e6"
 CELL, LINE = 108, 40  # pixels of a cell, of a line of text
 RIM = ((-1, -1), (1, 1), (1, -1), (-1, 1), (-1, 0), (1, 0), (0, 1), (0, -1))  # places of players in company
-FONT = functools.cache(ImageFont.load_default)
+FONT = cache(ImageFont.load_default)
 
 
-def render_ansi(config: StagHuntConfig, state: State, returns: torch.Tensor | None = None, game: int = 0) -> str:
+def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None, game: int = 0) -> str:
     """One game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
-    marks = [*map(str, range(config.num_players)), "#", "S", "h"]
-    cells = ["".join(itertools.compress(marks, seen)) for seen in _seat_planes(config, state, game).T]
-    rows = [cells[first : first + config.width] for first in range(0, config.num_cells, config.width)]
-    lines = ["|" + "|".join(cell.center(config.num_players + 1) for cell in row) + "|" for row in rows]
-    scores = "" if returns is None else "  ".join(f"{i}: {score:.4g}" for i, score in enumerate(returns[game].tolist()))
-    return "\n".join([*lines, f"t={int(state.time[game])}/{config.final_time}   {scores}"])
+    n, shown = config.num_players, one_game(state, game)
+    marks, planes = [*map(str, range(n)), *"#Sh"], seat_planes(config, shown)
+    cells = ["".join(itertools.compress(marks, seen)).center(n + 1) for seen in planes.T]
+    rows = ["|".join(["", *row, ""]) for row in np.reshape(cells, (config.height, config.width))]
+    scores = [] if returns is None else [f"{i}: {score:.4g}" for i, score in enumerate(returns[game].tolist())]
+    return "\n".join([*rows, "  ".join([f"t={shown.time}/{config.final_time} ", *scores])])
 
 
-def render_rgb(
-    config: StagHuntConfig, state: State, returns: torch.Tensor | None = None, game=0, names=None, hunting=None
-) -> np.ndarray:
+def render_rgb(config, state: State, returns=None, game=0, names=None, hunting=None) -> np.ndarray:
     """One game as a picture, uint8 [height, width, 3]: the board, and below it the clock and each player's return.
     `names` [N] stand beside the returns. `hunting` [N], actions: who hunts in this step gets a ring."""
-    board = _draw_board(config, _seat_planes(config, state, game), hunting=hunting)
-    image = Image.new("RGB", (max(board.width, 320), board.height + LINE * (1 + config.num_players)), "white")
+    n, board = config.num_players, _draw_board(config, seat_planes(config, one_game(state, game)), hunting=hunting)
+    image = Image.new("RGB", (max(board.width, 320), board.height + LINE * (1 + n)), "white")
     image.paste(board)
-    lines = [(f"t {int(state.time[game])}/{config.final_time}", INK["k"])]
-    for i, score in enumerate([0.0] * config.num_players if returns is None else returns[game].tolist()):
-        lines.append((f"{i} {names[i] if names else ''}  {score:.4g}", COLOURS[i]))
-    for row, (text, colour) in enumerate(lines):
+    scores, names = torch.zeros(n) if returns is None else returns[game], names or [""] * n
+    lines = [f"t {int(state.time[game])}/{config.final_time}", *(f"{i} {names[i]}  {scores[i]:.4g}" for i in range(n))]
+    for row, text in enumerate(lines):
         place = 10, board.height + LINE * row + LINE // 2
-        ImageDraw.Draw(image).text(place, text, colour, FONT(24), "lm", stroke_width=0.5)
+        ImageDraw.Draw(image).text(place, text, ("black", *COLOURS)[row], FONT(24), "lm", stroke_width=0.5)
     return np.array(image)
 
 
 def render_planes(config: StagHuntConfig, planes, values=None) -> np.ndarray:
     """Planes [C, H, W] of one observation as a picture, uint8 [height, width, 3]; digits are places in the ego order.
-    What is neither 0 nor 1 in `values` (default: the planes), such as a probability, is written beside the sprite."""
+    What is neither 0 nor 1 in `values` (default: the planes), such as a probability, is written beside its mark."""
     planes = np.asarray(planes, np.float32).reshape(config.num_players + 3, -1)
     values = planes if values is None else np.asarray(values, np.float32).reshape(planes.shape)
     return np.array(_draw_board(config, np.maximum(planes, values), values))
 
 
-def _seat_planes(config, state, game):  # [C, H*W] players by seat
-    n, stags = config.num_players, config.num_stags
-    position, present, prey, alive, walls = (x[game].cpu().numpy() for x in state[:5])
-    planes = np.zeros((n + 3, config.num_cells), np.float32)
-    planes[np.arange(n), position] = present
-    planes[n] = walls
-    planes[n + 1, prey[:stags]] = alive[:stags]
-    planes[n + 2, prey[stags:]] = alive[stags:]
-    return planes
+def one_game(state: State, game: int = 0) -> State:
+    """As plain lists and numbers, without the batch"""
+    return State(*(x[game].tolist() for x in state))
+
+
+def seat_planes(config: StagHuntConfig, game: State) -> np.ndarray:
+    """[C, H*W] of `one_game`: players by seat, walls, stags, hares"""
+    one_hot, n, stags = np.eye(config.num_cells), config.num_players, config.num_stags
+    entities = one_hot[game.position + game.prey_position] * np.array(game.present + game.prey_alive)[:, None]
+    return np.stack([*entities[:n], game.walls, entities[n:][:stags].sum(0), entities[n + stags :].sum(0)])
 
 
 def _draw_board(config, planes, values=None, hunting=None):  # planes [C, H*W]; values [C, H*W] to write
-    n, grass = config.num_players, GRASS[np.indices((config.height, config.width)).sum(0) % 2]
-    image = Image.fromarray(grass).resize((config.width * CELL, config.height * CELL), Image.Resampling.NEAREST)
-    draw = ImageDraw.Draw(image)
-    for cell in range(config.num_cells):
-        row, column = divmod(cell, config.width)
+    n, image = config.num_players, Image.new("RGB", (config.width * CELL, config.height * CELL))
+    draw, marks, colours = ImageDraw.Draw(image), [*range(n), *"#Sh"], (*COLOURS[:n], WALL, STAG, HARE)
+    for cell, (row, column) in enumerate(np.ndindex(config.height, config.width)):
+        left, top = column * CELL, row * CELL
+        draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), GRASS[(row + column) % 2])
         seen = np.flatnonzero(planes[:, cell] > 0.01).tolist()
         for k in reversed(seen):  # players on top
-            name = ("wall", "stag", "hare")[k - n] if k >= n else "hunter"
             in_company = k < n and len(seen) > 1
-            size = CELL if k == n else CELL // 3 if in_company else 2 * CELL // 3
+            half = CELL // 2 if k == n else CELL // 6 if in_company else CELL // 3
             right, down = RIM[k] if in_company else (0, 0)
-            x, y = (2 * column + 1) * CELL // 2 + right * size, (2 * row + 1) * CELL // 2 + down * size  # the middle
-            sprite, corner = _sprite(name, size, COLOURS[k % len(COLOURS)]), (x - size // 2, y - size // 2)
-            image.paste(sprite, corner, sprite)
+            x, y = left + CELL // 2 + 2 * half * right, top + CELL // 2 + 2 * half * down  # the middle
             if k < n:
-                _write(draw, (x, y + size // 4), str(k), size // 2, "white", "black")
-                if hunting is not None and hunting[k] > STAY:
-                    draw.circle((x, y), size // 2, outline=(190, 20, 20), width=4)
+                ring = hunting is not None and hunting[k] > STAY
+                draw.circle((x, y), half, colours[k], outline="#be1414" if ring else None, width=4)
+            else:
+                draw.rectangle((x - half, y - half, x + half - 1, y + half - 1), colours[k])
+            _write(draw, (x, y), str(marks[k]), half, "white", "black")
             if values is not None and 0.01 < values[k, cell] < 0.99:
-                _write(draw, (x, corner[1] + 8), f"{values[k, cell]:.2f}"[1:], 20)
+                _write(draw, (x, y - half + 8), f"{values[k, cell]:.2f}"[1:], 20)
     return image
 
 
@@ -828,47 +734,34 @@ def _write(draw, middle, text, size, colour="black", rim="white"):
     draw.text(middle, text, colour, FONT(size), "mm", stroke_width=2, stroke_fill=rim)
 
 
-@functools.cache
-def _sprite(name, size, colour):
-    ink = {letter: ImageColor.getcolor(colour, "RGBA") for letter, colour in {**INK, "c": colour, ".": "#0000"}.items()}
-    dots = np.array([[ink[letter] for letter in row] for row in SPRITES[name].split()], np.uint8)
-    return Image.fromarray(dots).resize((size, size), Image.Resampling.NEAREST)
-
-
 def render_table(table: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
     """Shares [R, R] as a picture, uint8 [height, width, 3]: darker is more; `names` of the rows and columns"""
     side, shades = 80, np.uint8(255 * (1 - table))
     image = Image.new("RGB", (side * (len(names) + 1),) * 2, "white")
     image.paste(Image.fromarray(shades.repeat(side, 0).repeat(side, 1)), (side, side))
-    draw, middle = ImageDraw.Draw(image), [side * k + side // 2 for k in range(len(names) + 1)]
-    for k, name in enumerate(names):
-        _write(draw, (middle[0], middle[k + 1]), name, 16)
-        _write(draw, (middle[k + 1], middle[0]), name, 16)
-    for (row, column), share in np.ndenumerate(table):
-        _write(draw, (middle[column + 1], middle[row + 1]), f"{share:.2f}", 16)
+    texts = [["", *names], *([name, *map("{:.2f}".format, row)] for name, row in zip(names, table, strict=True))]
+    for (row, column), text in np.ndenumerate(texts):
+        _write(ImageDraw.Draw(image), (side * column + side // 2, side * row + side // 2), text, 16)
     return np.array(image)
 
 
 def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     images = [Image.fromarray(frame) for frame in frames]
-    durations = [round(1000 / fps)] * (len(images) - 1) + [1500]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
+    shown = [round(1000 / fps)] * (len(images) - 1) + [1500]  # milliseconds
+    images[0].save(path, save_all=True, append_images=images[1:], duration=shown, loop=0, optimize=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Wrappers: one game, numpy in and out
 
 RENDERERS = {"ansi": render_ansi, "rgb_array": render_rgb}
-HUNTERS = {"random": None, "nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}  # what each looks for
+HUNTED = {"nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}
 
 
 class StagHuntParallelEnv(ParallelEnv):
     """PettingZoo wrapper. Agents are the learners among `seats` (default: all seats). The game is set by `config`, by a
     dict of its fields or by the fields: StagHuntParallelEnv(height=5). Who has left stays an agent, with one legal
     action. The end is a termination, never a truncation; it also comes once all agents have left, unless `prosocial`.
-
-    The rules stand here once more in plain Python, because a torch operation takes 5 us however small the batch. The
-    batched game deals, and tests/test_wrappers.py compares every step with it."""
+    The rules stand here once more in plain Python, ten times faster than torch on a batch of one; a test compares."""
 
     metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": list(RENDERERS), "render_fps": 4}
 
@@ -876,113 +769,103 @@ class StagHuntParallelEnv(ParallelEnv):
         given = config if isinstance(config, dict) else vars(config or StagHuntConfig())
         self.config = StagHuntConfig(**{**given, **fields})
         self.seats, self.render_mode = seats_table(seats, self.config.num_players), render_mode
-        if render_mode not in (None, *RENDERERS):
-            raise ValueError(f"unknown render_mode {render_mode!r}; the known ones are {', '.join(RENDERERS)}")
-        if {"mixed", "switching"} & set(self.seats):
-            raise ValueError("a wrapper seats learners and players that stay the same, not mixed or switching")
-        self.core, self.random, self.deals, self.time = StagHuntEnv(self.config), random.Random(), [], None
+        changing = {"mixed", "switching"} & set(self.seats)
+        refuse(bool(changing), "a wrapper seats learners and players that stay the same, not mixed or switching")
+        refuse(render_mode not in (None, *RENDERERS), f"render_mode {render_mode!r} is none of {list(RENDERERS)}")
+        self.core, self.random, self.game = StagHuntEnv(self.config), random.Random(), None
         self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
-        tables = self.core.target, self.core.ego, self.core.hunt_action, self.core.party_needed, self.core.prey_value
-        self.target, self.ego, self.hunt_action, self.party_needed, self.prey_value = (x.tolist() for x in tables)
+        self.target, self.hunt_action = self.core.target.tolist(), self.core.hunt_action.tolist()
         self.seat = {f"player_{i}": i for i, name in enumerate(self.seats) if name == "learner"}
         self.possible_agents, self.agents = list(self.seat), []
-        box, shape = gymnasium.spaces.Box, self.config.observation_shape
-        self.state_space = box(0.0, 1.0, (shape[0] + 1, *shape[1:]), np.float32)
-        mask, clock = gymnasium.spaces.MultiBinary(NUM_ACTIONS), box(0.0, 1.0, (1,), np.float32)
-        seen = gymnasium.spaces.Dict(observation=box(0, 1, shape, np.uint8), action_mask=mask, time=clock)
+        planes, *board = self.config.observation_shape
+        self.state_space = Box(0, 1, (planes + 1, *board), np.float32)
+        view, clock = Box(0, 1, (planes, *board), np.uint8), Box(0, 1, (1,), np.float32)
+        seen = Dict(observation=view, action_mask=MultiBinary(NUM_ACTIONS), time=clock)
         self.observation_space = dict.fromkeys(self.seat, seen).__getitem__
-        self.action_space = {agent: gymnasium.spaces.Discrete(NUM_ACTIONS) for agent in self.seat}.__getitem__
+        self.action_space = {agent: Discrete(NUM_ACTIONS) for agent in self.seat}.__getitem__
 
     def reset(self, seed=None, options=None):
         if seed is not None:
             self.core.generator.manual_seed(seed)
-            self.random, self.deals = random.Random(int(seed)), []
-        if not self.deals:  # 8 games take little longer to deal than one
-            deals, prey = self.core.initial_state(8), self.config.num_prey
-            one_prey = State(*(x.repeat_interleave(prey, 0) for x in deals))
-            one_prey = one_prey._replace(prey_alive=torch.eye(prey, dtype=torch.bool).repeat(8, 1))
-            distances = [self.core.distance_to_prey(one_prey, hunt) for hunt in (HUNT_STAG, HUNT_HARE)]
-            distance = torch.minimum(*distances).view(8, prey, self.config.num_cells)  # from each cell to each prey
-            self.deals = list(zip(*(x.tolist() for x in (*deals, distance)), strict=True))
-        self.position, self.present, self.prey_position, _, self.walls, self.time, *rest = self.deals.pop()
-        self.first_hunt, self.distance = rest
-        self.prey = {cell: number for number, cell in enumerate(self.prey_position)}  # the living
+            self.random.seed(int(seed))
+        self.game, self.distance = one_game(self.core.initial_state(1)), {}
         self.returns, self.agents = [0.0] * len(self.seats), list(self.seat)
         return self._observe()
 
     def step(self, actions):
-        if not self.agents:
-            raise ValueError("no game is on: call reset first")
-        if not all(actions.get(agent) in range(NUM_ACTIONS) for agent in self.agents):
-            raise ValueError(f"step needs an action 0 to {NUM_ACTIONS - 1} for each of {self.agents}, not {actions}")
-        names = enumerate(self.seats)
-        joint = [actions[f"player_{i}"] if name == "learner" else self._choose(i, name) for i, name in names]
-        config, k, parties = self.config, self.config.steps_after_first_hunt, {}
-        strengths = config.strengths or [1.0] * len(joint)
-        rewards = [config.time_reward * here for here in self.present]
+        refuse(not self.agents, "no game is on: call reset first")
+        right = all(actions.get(agent) in range(NUM_ACTIONS) for agent in self.agents)
+        refuse(not right, f"step needs an action 0 to {NUM_ACTIONS - 1} for each of {self.agents}, not {actions}")
+        config, game, players = self.config, self.game, enumerate(self.seats)
+        joint = [actions[f"player_{i}"] if name == "learner" else self._choose(i, name) for i, name in players]
+        strengths, parties = config.strengths or [1.0] * len(joint), [[] for _ in self.hunt_action]
+        rewards = [config.time_reward * here for here in game.present]
         for i, action in enumerate(joint):
             if action in self._legal(i):
+                game.position[i] = self.target[game.position[i]][action]
                 if action > STAY:
-                    parties.setdefault(self.position[i], []).append(i)
-                self.position[i] = self.target[self.position[i]][action]
-        self.time += 1
-        for cell, party in parties.items():
-            if len(party) >= self.party_needed[self.prey[cell]]:
-                value = self.prey_value[self.prey.pop(cell)] / sum(strengths[i] for i in party)
-                self.first_hunt = self.time if self.first_hunt < 0 else self.first_hunt
+                    parties[game.prey_position.index(game.position[i])].append(i)
+        clock, first_hunt = game.time + 1, game.first_hunt
+        for prey, party in enumerate(parties):
+            needed, value = (1, config.hare_reward) if prey >= config.num_stags else (2, config.stag_reward)
+            if len(party) >= needed:
+                first_hunt = clock if first_hunt < 0 else first_hunt
+                game.prey_alive[prey] = False
                 for i in party:
-                    rewards[i] += value * strengths[i]
-                    self.present[i] = False
+                    rewards[i] += value * strengths[i] / sum(strengths[j] for j in party)
+                    game.present[i] = False
         rewards = [sum(rewards) / len(rewards)] * len(rewards) if config.prosocial else rewards
+        self.game = game._replace(time=clock, first_hunt=first_hunt)
         self.returns = [total + reward for total, reward in zip(self.returns, rewards, strict=True)]
-        over = self.time >= config.final_time or (k is not None and 0 <= self.first_hunt <= self.time - k)
-        over |= not any(self.present if config.prosocial else [self.present[i] for i in self.seat.values()])
+        k, here = config.steps_after_first_hunt, [game.present[i] for i in self.seat.values()]
+        over = clock >= config.final_time or not any(game.present if config.prosocial else here)
+        over |= k is not None and 0 <= first_hunt <= clock - k
         self.agents = [] if over else self.agents
         observations, infos = self._observe()
         ends, cuts = dict.fromkeys(self.seat, over), dict.fromkeys(self.seat, False)
         return observations, {agent: rewards[i] for agent, i in self.seat.items()}, ends, cuts, infos
 
     def _legal(self, i):  # the legal actions of seat i
-        here = self.position[i]
-        if not self.present[i]:
-            return [STAY]
-        moves = [a for a, to in enumerate(self.target[here][:STAY]) if to != here and not self.walls[to]]
-        return [*moves, STAY, self.hunt_action[self.prey[here]]] if here in self.prey else [*moves, STAY]
+        game, here = self.game, self.game.position[i]
+        moves = [action for action in range(STAY) if (to := self.target[here][action]) != here and not game.walls[to]]
+        prey = zip(game.prey_position, game.prey_alive, self.hunt_action, strict=True)
+        hunts = [hunt for cell, alive, hunt in prey if alive and cell == here]
+        return [*moves, STAY, *hunts] if game.present[i] else [STAY]
 
     def _choose(self, i, name):  # the action of a rule-based player in seat i
-        if name not in HUNTERS:  # slower
-            probs = (PLAYER_PROBS | STRANGER_PROBS)[name](self.core, self._batch(), i)[0].tolist()
-            return self.random.choices(range(NUM_ACTIONS), probs)[0]
-        hunt, legal = HUNTERS[name], self._legal(i)
-        distances = [self.distance[number] for number in self.prey.values() if self.hunt_action[number] == hunt]
-        steps = [min((far[to] for far in distances), default=FAR) for to in self.target[self.position[i]]]
-        closer = [a for a in legal if a == hunt or steps[a] < steps[STAY]]
-        return self.random.choice(closer or legal)
+        legal, hunt, key = self._legal(i), HUNTED.get(name), (name, *self.game.prey_alive)
+        if name == "random":
+            return self.random.choice(legal)
+        if hunt is None:  # slower
+            rule = (PLAYER_PROBS | STRANGER_PROBS)[name]
+            return sample(rule(self.core, self._batch(), i), self.core.generator).item()
+        if key not in self.distance:
+            self.distance[key] = self.core.distance_to_prey(self._batch(), hunt)[0].tolist()
+        steps = [self.distance[key][cell] for cell in self.target[self.game.position[i]]]
+        return self.random.choice([a for a in legal if a == hunt or steps[a] < steps[STAY]] or legal)
 
     def _observe(self):  # observations, infos
         planes, n, found = self.state(), len(self.seats), {}
         for agent, i in self.seat.items():
-            view, mask = planes[[*self.ego[i], n, n + 1, n + 2]].astype(np.uint8), np.zeros(NUM_ACTIONS, np.int8)
+            order = [(i + k) % n for k in range(n)]
+            view, mask = planes[[*order, n, n + 1, n + 2]].astype(np.uint8), np.zeros(NUM_ACTIONS, np.int8)
             mask[self._legal(i)] = 1
             found[agent] = {"observation": view, "action_mask": mask, "time": planes[-1, 0, :1].copy()}
-        return found, {agent: {"action_mask": found[agent]["action_mask"]} for agent in found}
+        return found, {agent: {"action_mask": seen["action_mask"]} for agent, seen in found.items()}
 
     def state(self) -> np.ndarray:
         """float32 [C + 1, H, W]: the planes in seat order, as seat 0 sees them, and one filled with the clock"""
-        planes = _seat_planes(self.config, self._batch(), 0)
-        clock = np.full_like(planes[:1], self.time / self.config.final_time)
-        return np.concatenate([planes, clock]).reshape(self.state_space.shape)
+        refuse(self.game is None, "no game has begun: call reset first")
+        clock = np.full((1, self.config.num_cells), self.game.time / self.config.final_time)
+        return np.float32([*seat_planes(self.config, self.game), *clock]).reshape(self.state_space.shape)
 
     def render(self):
+        self.state()  # is there a game?
         draw = RENDERERS.get(self.render_mode)
         return draw and draw(self.config, self._batch(), torch.tensor([self.returns]))
 
     def _batch(self):  # State, B = 1
-        if self.time is None:
-            raise ValueError("no game has begun: call reset first")
-        alive = [cell in self.prey for cell in self.prey_position]
-        values = self.position, self.present, self.prey_position, alive, self.walls, self.time, self.first_hunt
-        return State(*(torch.tensor([x], dtype=like.dtype) for x, like in zip(values, self.core.state, strict=True)))
+        return State(*(torch.tensor([x], dtype=y.dtype) for x, y in zip(self.game, self.core.state, strict=True)))
 
 
 class StagHuntGymEnv(gymnasium.Env):
@@ -992,12 +875,10 @@ class StagHuntGymEnv(gymnasium.Env):
     metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}
 
     def __init__(self, config=None, seats="learner,nearest_stag,nearest_hare,random", render_mode=None, **fields):
-        self.parallel_env, self.render_mode = StagHuntParallelEnv(config, render_mode, seats, **fields), render_mode
-        if len(self.parallel_env.seat) != 1:
-            raise ValueError(f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(self.parallel_env.seat)}")
-        ((self.agent, self.learner),) = self.parallel_env.seat.items()
-        self.observation_space = self.parallel_env.observation_space(self.agent)
-        self.action_space = self.parallel_env.action_space(self.agent)
+        self.parallel_env = env = StagHuntParallelEnv(config, render_mode, seats, **fields)
+        refuse(len(env.seat) != 1, f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(env.seat)}")
+        (self.agent,), self.render_mode, self.render = env.seat, render_mode, env.render
+        self.observation_space, self.action_space = env.observation_space(self.agent), env.action_space(self.agent)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -1008,17 +889,13 @@ class StagHuntGymEnv(gymnasium.Env):
 
     def action_masks(self) -> np.ndarray:
         """bool [7]: the name by which MaskablePPO of sb3-contrib asks"""
-        return np.isin(range(NUM_ACTIONS), self.parallel_env._legal(self.learner))
-
-    def render(self):
-        return self.parallel_env.render()
+        return np.isin(range(NUM_ACTIONS), self.parallel_env._legal(self.parallel_env.seat[self.agent]))
 
 
 if "StagHunt-v0" not in gymnasium.registry:
     gymnasium.register("StagHunt-v0", entry_point=f"{__name__}:StagHuntGymEnv")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
 
@@ -1026,8 +903,7 @@ def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
     """The few flags that decide about the defaults of others, read first: name -> value"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in defaults.items():
-        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-        # "?": a flag without its value is left for `parse` to refuse
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}  # without its value it is left for `parse` to refuse
         parser.add_argument(*spellings, dest=name, default=default, nargs="?", const=default)
     return vars(parser.parse_known_args(words)[0])
 
@@ -1035,16 +911,13 @@ def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
 def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of --help and the
     dataclass it shows: one of which args_type is made, or StagHuntConfig for its field `config`."""
-    import tyro
 
     def part(group):
         names = [field.name for field in dataclasses.fields(group)]
         return default.config if group is StagHuntConfig else group(**{name: getattr(default, name) for name in names})
 
-    boxes = dataclasses.make_dataclass("Flags", groups.items())
-    defaults = boxes(*map(part, groups.values()))
-    found = tyro.cli(boxes, args=words, default=defaults, config=(tyro.conf.OmitArgPrefixes,))
-    values = {}
+    boxes, values = dataclasses.make_dataclass("Flags", groups.items()), {}
+    found = tyro.cli(boxes, args=words, default=boxes(*map(part, groups.values())), config=(tyro.conf.OmitArgPrefixes,))
     for box in vars(found).values():
         values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
     return args_type(**values)
@@ -1072,48 +945,38 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
 
 
 @dataclasses.dataclass
-class PlayArgs:
-    seats: str | None = None
-    """who sits where, one name a seat: mixed, a player or a stranger (None: mixed everywhere)"""
-    gif: str | None = None
-    """also write the game to this GIF file"""
-    seed: Whole = 1
-    """seed of all randomness"""
-
-
-@dataclasses.dataclass
-class Args(PlayArgs):
+class Args:
+    seats: str | None = None  # who sits where: mixed, a player or a stranger (None: mixed everywhere)
+    gif: str | None = None  # also write the game to this GIF file
+    seed: Whole = 1  # seed of all randomness
     config: StagHuntConfig = StagHuntConfig()
+
+
+def parse_args(words: list[str]) -> Args:
+    return tyro.cli(Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def main(args: Args) -> dict:
     """Shows a game."""
     check_ranges(args)
-    config, n = args.config, args.config.num_players
     torch.manual_seed(args.seed)
-    env = StagHuntEnv(config, seed=args.seed)
-    seats = Seats(env, [args.seats or ["mixed"] * n])
-    if seats.num_learners:
-        raise ValueError("--seats learner: nobody learns here; name a player, or mixed")
+    config, env = args.config, StagHuntEnv(args.config, seed=args.seed)
+    seats = Seats(env, [args.seats or ["mixed"] * config.num_players])
+    refuse(seats.num_learners > 0, "--seats learner: nobody learns here; name a player, or mixed")
     names = [seats.names[kind] for kind in seats.kinds[0].tolist()]
     print("  ".join(f"{i} {name}" for i, name in enumerate(names)) + "   (S stag, h hare, # wall)")
-    state, returns, done, frames = env.initial_state(), torch.zeros(1, n), False, []
-    while True:
+    state, returns, frames, done = env.initial_state(), torch.zeros(1, config.num_players), [], False
+    while not done:
         print(render_ansi(config, state, returns), flush=True)
         actions = sample(seats.action_probs(state))
-        frames.append(render_rgb(config, state, returns, names=names, hunting=None if done else actions[0]))
-        if done:
-            break
+        frames.append(render_rgb(config, state, returns, names=names, hunting=actions[0]))
         time.sleep(0.25 if sys.stdout.isatty() else 0)
         state, reward, _, done = env.transition(state, actions)
         returns += reward
+    print(render_ansi(config, state, returns))
     if args.gif:
-        write_gif(args.gif, frames)
+        write_gif(args.gif, [*frames, render_rgb(config, state, returns, names=names)])
     return {"returns": returns[0].tolist(), "length": int(state.time)}
-
-
-def parse_args(words: list[str]) -> Args:
-    return parse(Args, {"play": PlayArgs, "game": StagHuntConfig}, Args(), words)
 
 
 if __name__ == "__main__":

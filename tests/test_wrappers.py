@@ -1,5 +1,6 @@
 """The PettingZoo and Gymnasium wrappers, and the pictures."""
 
+import random
 import time
 import warnings
 
@@ -150,7 +151,7 @@ def test_one_game_is_the_batched_game(config):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rule_based_players_are_the_batched_ones(config):
-    class Spy:
+    class Spy(random.Random):
         def choice(self, options):
             self.options = options
             return rng.choice(options)
@@ -184,16 +185,20 @@ def test_gym_episode_ends_when_the_learner_has_left(prosocial):
         observation, _ = env.reset(seed=game)
         ended = False
         while not ended:
-            before = env.parallel_env.present[1]
+            before = env.parallel_env.game.present[1]
             assert before or prosocial, "a step of somebody who has left"
             stayed += not before
             legal = np.flatnonzero(observation["action_mask"])
             observation, reward, ended, truncated, _ = env.step(legal[-1] if legal[-1] > 4 else rng.choice(legal))
             assert truncated is False
             late += 0 if before else reward
-        left += not env.parallel_env.present[1]
-        everyone_left = not any(env.parallel_env.present)
-        assert env.parallel_env.time == 35 or everyone_left or (not prosocial and not env.parallel_env.present[1])
+        left += not env.parallel_env.game.present[1]
+        everyone_left = not any(env.parallel_env.game.present)
+        assert (
+            env.parallel_env.game.time == 35
+            or everyone_left
+            or (not prosocial and not env.parallel_env.game.present[1])
+        )
         with pytest.raises(ValueError, match="reset"):
             env.step(4)
     assert left > 20 and (stayed > 20 and late > 0 if prosocial else stayed == 0)
@@ -206,7 +211,7 @@ def test_agents_may_share_a_game_with_rule_based_players():
     while env.agents:
         observations, rewards, *_ = env.step(dict.fromkeys(env.agents, 4))
         assert list(rewards) == ["player_1", "player_3"] and not any(rewards.values())
-    assert env.present == [False, True, False, True] and env.time == 35
+    assert env.game.present == [False, True, False, True] and env.game.time == 35
     assert np.array_equal(observations["player_3"]["observation"], env.core.observe(env._batch())[0, 3].numpy())
 
 
@@ -296,25 +301,25 @@ def test_gym_learner_sits_in_its_seat(learner):
     seats = ["nearest_hare"] * 3
     seats[learner] = "learner"
     env, rng = StagHuntGymEnv(config, tuple(seats)), np.random.default_rng(4)
-    game, core = env.parallel_env, env.parallel_env.core
+    parallel, core = env.parallel_env, env.parallel_env.core
     for seed in range(6):
         observation, _ = env.reset(seed=seed)
         terminated = False
         while not terminated:
-            state = game._batch()
+            state = parallel._batch()
             assert env.observation_space.contains(observation)
             assert np.array_equal(observation["observation"], core.observe(state)[0, learner].numpy())
             assert np.array_equal(observation["action_mask"], core.legal_actions(state)[0, learner].numpy())
             action = int(rng.choice(np.flatnonzero(observation["action_mask"])))
             observation, reward, terminated, truncated, _ = env.step(action)
             move = {0: -5, 1: 5, 2: -1, 3: 1}.get(action, 0)
-            assert game.position[learner] == int(state.position[0, learner]) + move
-            assert reward == -0.125 or (reward > 0 and not game.present[learner])
+            assert parallel.game.position[learner] == int(state.position[0, learner]) + move
+            assert reward == -0.125 or (reward > 0 and not parallel.game.present[learner])
             assert truncated is False
         assert env.observation_space.contains(observation)
-        assert game.time == 35 or not game.present[learner]
-        others = [game.present[i] for i in range(3) if i != learner]
-        assert game.time < 35 or not any(others), "hunters of hares always find one"
+        assert parallel.game.time == 35 or not parallel.game.present[learner]
+        others = [parallel.game.present[i] for i in range(3) if i != learner]
+        assert parallel.game.time < 35 or not any(others), "hunters of hares always find one"
 
 
 def test_ansi_shows_everyone_and_all_prey():
@@ -389,8 +394,8 @@ def test_games_differ_from_one_environment_to_the_next(make):
     for _ in range(3):
         env = make()
         env.reset()
-        game = getattr(env, "parallel_env", env)
-        starts.append(game.position + game.prey_position)
+        parallel = getattr(env, "parallel_env", env)
+        starts.append(parallel.game.position + parallel.game.prey_position)
     assert starts[0] != starts[1] or starts[1] != starts[2]
 
 
@@ -401,6 +406,6 @@ def test_a_player_may_be_added(monkeypatch):
     monkeypatch.setitem(PLAYER_PROBS, "statue", statue)
     env = StagHuntGymEnv(seats=("learner", "statue", "statue", "statue"))
     env.reset(seed=1)
-    before = list(env.parallel_env.position)
+    before = list(env.parallel_env.game.position)
     env.step(4)
-    assert env.parallel_env.position == before
+    assert env.parallel_env.game.position == before
