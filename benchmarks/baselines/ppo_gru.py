@@ -11,6 +11,7 @@ learner reads about players is in its ego order: itself first.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -111,30 +112,17 @@ class Args(TrainArgs):
     config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
 
 
-ON_CPU = {"num_envs": 256, "total_timesteps": 1_000_000, "hidden": 64}
-
-
 def make_args(device: str = "auto", redraw: str = "never", **changes) -> Args:
     """Complete flags: where tests, sweeps and the command line start"""
     values = {"device": device, "redraw": redraw, "keep_state": redraw_prob(redraw) < 1}
     if resolve_device(device).type == "cpu":
-        values |= ON_CPU
+        values |= {"num_envs": 256, "total_timesteps": 1_000_000, "hidden": 64}
     return Args(**{**values, **changes})
 
 
 def parse_args(words: list[str]) -> Args:
     default = make_args(**early_flags(words, device="auto", redraw="never"))
     return parse(Args, {"training": TrainArgs, "game": StagHuntConfig}, default, words)
-
-
-def validate(args: Args) -> None:
-    """Refuses wrong flags before anything is written."""
-    check_ranges(args)
-    learners = seats_table(args.seats, args.config.num_players).count("learner")
-    if learners != 1:
-        raise ValueError(f"--seats {args.seats}: there must be 1 learner, not {learners}")
-    if args.num_minibatches > args.num_envs:
-        raise ValueError(f"--num-minibatches {args.num_minibatches} exceeds --num-envs {args.num_envs}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,29 +145,24 @@ class Linear(nn.Module):
         return x @ self.weight[:, None] + self.bias[:, None]
 
 
-def mlp(generators: list[torch.Generator], inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
-    return nn.Sequential(Linear(generators, inputs, hidden), nn.ReLU(), Linear(generators, hidden, outputs, gain))
-
-
 class Agent(nn.Module):
     """S learners: what they see -> MLP -> GRU; actor and critic read both"""
 
     def __init__(self, args: Args, seeds: list[int]):
         super().__init__()
-        planes = math.prod(args.config.observation_shape)
-        inputs = planes + 1 + NUM_ACTIONS * args.config.num_players + 2  # see agent_inputs
+        inputs = math.prod(args.config.observation_shape) + NUM_ACTIONS * args.config.num_players + 3
         hidden, own = args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
         self.keep_state = args.keep_state
-        self.encoder = mlp(own, inputs, hidden, hidden, math.sqrt(2))
+        self.encoder = nn.Sequential(Linear(own, inputs, hidden), nn.ReLU(), Linear(own, hidden, hidden), nn.ReLU())
         self.gru_input = Linear(own, hidden, 3 * hidden, 1.0)
         self.gru_state = Linear(own, hidden, 3 * hidden, 1.0)
-        self.actor = mlp(own, 2 * hidden, hidden, NUM_ACTIONS, 0.01)
-        self.critic = mlp(own, 2 * hidden, hidden, 1, 1.0)
+        self.actor = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, NUM_ACTIONS, 0.01))
+        self.critic = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, 1, 1.0))
 
     def forward(self, x, legal, new_game, state):
         """x [S, T, n, I], legal bool [S, T, n, A], new_game bool [S, T, n], the GRU's state [S, n, hidden] before the
         first step -> log-probabilities [S, T, n, A], values [S, T, n], the state after the last step"""
-        features = self.encoder(x).relu()
+        features = self.encoder(x)
         gates = self.gru_input(features)
         states = []
         for gate, starts in zip(gates.unbind(1), new_game.unbind(1), strict=True):
@@ -240,26 +223,24 @@ def rollout(args: Args, env: StagHuntEnv, seats: Seats, agent: Agent, rollout_st
         values.append(value[:, 0])
         if step == args.num_steps:
             break
-        present = seats.to_learners(env.state.present)
+        mask = seats.to_learners(env.state.present)
         actions = sample(seats.action_probs(env.state, log_probs[:, 0].exp()))  # [B, N]
         obs, all_rewards, present_before, all_done = env.step(actions)
         seats.update(actions, present_before, all_done)
         joint = seats.to_learners(env.seats_to_ego(actions))
-        action = joint[..., 0]
-        log_prob = log_probs[:, 0].gather(2, action[..., None]).squeeze(2)
+        log_prob = log_probs[:, 0].gather(2, joint[..., :1]).squeeze(2)
         reward = seats.to_learners(all_rewards)
         done = seats.per_learner(all_done)
         ended = done | ~seats.to_learners(env.state.present)
         if args.config.prosocial:  # who has left is still paid
-            present = torch.ones_like(present)
-            ended = done
+            mask, ended = torch.ones_like(mask), done
         forget = done & (not args.keep_state)
         rollout_state.state.copy_(state)
         rollout_state.last_joint.copy_(joint.masked_fill(forget[..., None], STAY))
         rollout_state.last_reward.copy_(reward.masked_fill(forget, 0.0))
         rollout_state.new_game.copy_(done)
-        fields = {"x": x, "legal": legal, "new_game": new_game, "action": action, "log_prob": log_prob}
-        fields |= {"reward": reward, "mask": present, "ended": ended, "done": done}
+        fields = {"x": x, "legal": legal, "new_game": new_game, "action": joint[..., 0], "log_prob": log_prob}
+        fields |= {"reward": reward, "mask": mask, "ended": ended, "done": done}
         steps.append(fields | {"final_return": seats.to_learners(env.final_return)})
     batch = {name: torch.stack([fields[name] for fields in steps], 1) for name in steps[0]}
     return batch | {"value": torch.stack(values, 1), "state": first_state}
@@ -310,35 +291,30 @@ def ppo_loss(args: Args, agent: Agent, mb: dict[str, torch.Tensor]):
     return loss, {name: x.detach() for name, x in metrics.items()}
 
 
-def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float):
-    """One step down the losses [S], each seed's gradient clipped to max_norm -> its norm before [S]"""
-    optimizer.zero_grad()
-    loss.sum().backward()
-    grads = [p.grad for p in optimizer.param_groups[0]["params"]]
-    norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(factor.view(-1, 1, 1))
-    optimizer.step()
-    return norms
-
-
 def ppo_update(args: Args, agent: Agent, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PPO on sequences [S, T, E, ...], which all seeds read in the same random order -> means over minibatches [S]"""
+    """PPO on sequences [S, T, E, ...], which all seeds read in the same random order; each seed's gradient is clipped.
+    -> means over minibatches [S]"""
     found = []
     for _ in range(args.update_epochs):
         order = torch.rand(args.num_envs, device=batch["x"].device).argsort()
         for games in order.tensor_split(args.num_minibatches):
             mb = {name: x.index_select(1 if name == "state" else 2, games) for name, x in batch.items()}
             loss, metrics = ppo_loss(args, agent, mb)
-            found.append(metrics | {"grad_norm": optimizer_step(optimizer, loss, args.max_grad_norm)})
+            optimizer.zero_grad()
+            loss.sum().backward()
+            norm = torch.cat([p.grad.flatten(1) for p in agent.parameters()], 1).norm(dim=1)
+            factor = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            for p in agent.parameters():
+                p.grad.mul_(factor.view(-1, 1, 1))
+            optimizer.step()
+            found.append(metrics | {"grad_norm": norm})
     return {f"losses/{name}": torch.stack([metrics[name] for metrics in found]).mean(0) for name in found[0]}
 
 
 def train_iteration(args: Args, env, seats, agent, optimizer, rollout_state) -> dict[str, torch.Tensor]:
     """One iteration; captured as one CUDA graph, nothing in it waits for the host. -> metrics [S]"""
     batch = rollout(args, env, seats, agent, rollout_state)
-    done, final_return, value = batch.pop("done"), batch.pop("final_return"), batch.pop("value")
+    done, final_return, value = (batch.pop(name) for name in ("done", "final_return", "value"))
     metrics = {"games": done.sum((1, 2)).float(), "return": (done * final_return).sum((1, 2))}
     batch["advantage"] = compute_gae(args, batch["reward"], value, batch["ended"], batch["mask"])
     batch["returns"] = batch["advantage"] + value[:, :-1]
@@ -358,12 +334,7 @@ def capture(function, env: StagHuntEnv):
     graph.register_generator_state(env.generator)
     with torch.cuda.graph(graph):
         result = function()
-
-    def replay():
-        graph.replay()
-        return result
-
-    return replay
+    return lambda: graph.replay() or result  # replay returns None
 
 
 def make_training(args: Args):
@@ -376,13 +347,11 @@ def make_training(args: Args):
     rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
     rows = args.num_seeds, args.num_envs
-    rollout_state = RolloutState(
-        state=torch.zeros(*rows, args.hidden, device=device),
-        last_joint=torch.full((*rows, args.config.num_players), STAY, device=device),
-        last_reward=torch.zeros(rows, device=device),
-        new_game=torch.ones(rows, dtype=torch.bool, device=device),
-    )
-    return env, seats, agent, optimizer, rollout_state
+    with device:
+        state, last_reward = torch.zeros(*rows, args.hidden), torch.zeros(rows)
+        last_joint = torch.full((*rows, args.config.num_players), STAY)
+        new_game = torch.ones(rows, dtype=torch.bool)
+    return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, new_game)
 
 
 def make_run_folders(args: Args) -> list[Path]:
@@ -390,8 +359,8 @@ def make_run_folders(args: Args) -> list[Path]:
     stamp = int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
-    name = f"{args.exp_name}__{args.config.setting}"
-    folders = [Path(args.run_dir) / f"{name}__{args.seed + i}__{stamp}" for i in range(args.num_seeds)]
+    seeds, name = range(args.seed, args.seed + args.num_seeds), f"{args.exp_name}__{args.config.setting}"
+    folders = [Path(args.run_dir) / f"{name}__{seed}__{stamp}" for seed in seeds]
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
@@ -408,15 +377,17 @@ def save_checkpoint(path: Path, args: Args, agent: Agent, number: int) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
-    validate(args)
+    check_ranges(args)
+    learners = seats_table(args.seats, args.config.num_players).count("learner")
+    if learners != 1:
+        raise ValueError(f"--seats {args.seats}: there must be 1 learner, not {learners}")
+    if args.num_minibatches > args.num_envs:
+        raise ValueError(f"--num-minibatches {args.num_minibatches} exceeds --num-envs {args.num_envs}")
     device = resolve_device(args.device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.set_float32_matmul_precision("high")  # on a GPU: tf32
-    training = env, _, agent, optimizer, _ = make_training(args)
-
-    def iterate():
-        return train_iteration(args, *training)
-
+    env, _, agent, optimizer, _ = training = make_training(args)
+    iterate = functools.partial(train_iteration, args, *training)
     folders = make_run_folders(args)
     writers = [SummaryWriter(folder) for folder in folders]
     flags = "\n".join(f"|{name}|{value}|" for name, value in dataclasses.asdict(args).items())
@@ -443,9 +414,8 @@ def main(args: Args) -> dict[str, float]:
         sums = {name: x + sums.get(name, 0.0) for name, x in metrics.items()}
         if iteration % args.log_every and iteration < num_iterations:
             continue
-        # The only read from the device
         step, count = iteration * steps_each, (iteration - 1) % args.log_every + 1
-        means = {name: (x / count).tolist() for name, x in sums.items()}
+        means = {name: (x / count).tolist() for name, x in sums.items()}  # the only read from the device
         sums = {}
         shared = {"charts/learning_rate": learning_rate, "charts/SPS": (step - first_step) / (time.time() - began)}
         rows = []
@@ -460,14 +430,14 @@ def main(args: Args) -> dict[str, float]:
             shown = {name: value if math.isfinite(value) else None for name, value in row.items()}
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"steps": step, **shown}) + "\n")
+            if iteration == num_iterations:
+                save_checkpoint(folder / "checkpoint.pt", args, agent, number)
+                writer.close()
             rows.append(row)
         final = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
         bar.set_postfix_str(f"return {final['charts/episodic_return']:.3f}", refresh=False)
         bar.update(step - bar.n)
     bar.close()
-    for number, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
-        save_checkpoint(folder / "checkpoint.pt", args, agent, number)
-        writer.close()
     print(f"{time.time() - began:.1f} s of training; checkpoint {folders[0]}/checkpoint.pt")
     return {"checkpoint": str(folders[0] / "checkpoint.pt"), **final}
 
