@@ -21,6 +21,7 @@ import stag_hunt_env
 from stag_hunt_env import StagHuntConfig, parse
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
+sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "evaluation"))
 
 import adapt
@@ -29,6 +30,7 @@ import dashboard
 import evaluate
 import experiments
 import game
+import ppo_gru
 import search
 import speed
 import subgoals
@@ -43,7 +45,7 @@ MODULES = {
     **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "evaluation/subgoals.py": subgoals},
     "benchmarks/dashboard.py": dashboard,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
-    "benchmarks/speed.py": speed,
+    **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru},
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--transitions", "--help"}

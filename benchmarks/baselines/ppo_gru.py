@@ -1,0 +1,446 @@
+"""Recurrent PPO on Stag Hunt: one learner with a GRU among rule-based players, and no model of anybody. What a model of
+the others claims to gain, it must gain over this. Also the shortest complete example of how to train on this game.
+
+    python benchmarks/baselines/ppo_gru.py                                    # a partner that stays, 4x4
+    python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5       # little time: knowing the partner pays
+    python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5 --redraw game      # a new one in every game
+    python benchmarks/baselines/ppo_gru.py --seats learner,nearest_stag,nearest_hare,random --num-seeds 5
+
+Axes: S seeds, E games per seed, B = S*E games, N seats, T steps, I inputs, A actions, n rows of any kind. What the
+learner reads about players is in its ego order: itself first.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from stag_hunt_env import (
+    NUM_ACTIONS,
+    STAY,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seats,
+    StagHuntConfig,
+    StagHuntEnv,
+    Whole,
+    check_ranges,
+    command_line,
+    early_flags,
+    parse,
+    redraw_prob,
+    resolve_device,
+    sample,
+    seats_table,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments. Class defaults are for a GPU; make_args changes them by device.
+
+
+@dataclasses.dataclass
+class TrainArgs:
+    exp_name: str = Path(__file__).stem
+    """first part of the run's name"""
+    seed: Whole = 1
+    """seed of the first experiment; the others count up from it"""
+    num_seeds: Count = 1
+    """S, complete experiments side by side, each with its own weights and TensorBoard run"""
+    seats: str = "learner,mixed,nearest_hare,nearest_hare"
+    """who sits where, one name a seat: one learner; mixed, a player or a stranger"""
+    population: str = "first_stag,last_stag,nearest_hare"
+    """the players that mixed seats draw from"""
+    redraw: str = "never"
+    """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
+    keep_state: bool = True
+    """keep the GRU's state from game to game (default: unless --redraw game)"""
+    total_timesteps: Count = 20_000_000
+    """env steps per seed"""
+    num_envs: Count = 4096
+    """E, games per seed"""
+    num_steps: Count = 32
+    """T, steps of each game per iteration; gradients go back through as many"""
+    hidden: Count = 256
+    """width of the encoder, of the GRU and of the heads"""
+    learning_rate: Positive = 1e-3
+    """Adam's step size"""
+    anneal_lr: bool = True
+    """let it fall linearly to a tenth"""
+    update_epochs: Count = 4
+    """passes over each batch"""
+    num_minibatches: Count = 4
+    """minibatches per pass, each of whole games"""
+    gamma: Fraction = 0.99
+    """discount"""
+    gae_lambda: Fraction = 0.95
+    """lambda of generalised advantage estimation"""
+    clip_coef: Positive = 0.2
+    """clip range of the ratio"""
+    ent_coef: NonNegative = 0.01
+    """weight of the entropy"""
+    vf_coef: NonNegative = 0.5
+    """weight of the value loss"""
+    max_grad_norm: Positive = 0.5
+    """clip each seed's gradient to this norm"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto: on the GPU if there is one"""
+    cudagraphs: bool = True
+    """on a GPU: replay whole iterations as one CUDA graph"""
+    run_dir: str = "runs"
+    """folder in which the runs' folders are made"""
+    log_every: Count = 5
+    """iterations between two rows in the logs"""
+
+
+@dataclasses.dataclass
+class Args(TrainArgs):
+    config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
+
+
+def make_args(device: str = "auto", redraw: str = "never", **changes) -> Args:
+    """Complete flags: where tests, sweeps and the command line start"""
+    values = {"device": device, "redraw": redraw, "keep_state": redraw_prob(redraw) < 1}
+    if resolve_device(device).type == "cpu":
+        values |= {"num_envs": 256, "total_timesteps": 1_000_000, "hidden": 64}
+    return Args(**{**values, **changes})
+
+
+def parse_args(words: list[str]) -> Args:
+    default = make_args(**early_flags(words, device="auto", redraw="never"))
+    return parse(Args, {"training": TrainArgs, "game": StagHuntConfig}, default, words)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks
+
+
+class Linear(nn.Module):
+    """A linear layer for each of S seeds, all in one operation"""
+
+    def __init__(self, generators: list[torch.Generator], inputs: int, outputs: int, gain: float = math.sqrt(2)):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(len(generators), inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+        for weight, generator in zip(self.weight.detach(), generators, strict=True):
+            nn.init.orthogonal_(weight, gain, generator)
+
+    def forward(self, x):
+        """[S, T, n, inputs] -> [S, T, n, outputs]. One product per step: a weight's gradient, as one long sum over all
+        of them, would leave most of a GPU idle."""
+        return x @ self.weight[:, None] + self.bias[:, None]
+
+
+class Agent(nn.Module):
+    """S learners: what they see -> MLP -> GRU; actor and critic read both"""
+
+    def __init__(self, args: Args, seeds: list[int]):
+        super().__init__()
+        inputs = math.prod(args.config.observation_shape) + NUM_ACTIONS * args.config.num_players + 3
+        hidden, own = args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.keep_state = args.keep_state
+        self.encoder = nn.Sequential(Linear(own, inputs, hidden), nn.ReLU(), Linear(own, hidden, hidden), nn.ReLU())
+        self.gru_input = Linear(own, hidden, 3 * hidden, 1.0)
+        self.gru_state = Linear(own, hidden, 3 * hidden, 1.0)
+        self.actor = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, NUM_ACTIONS, 0.01))
+        self.critic = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, 1, 1.0))
+
+    def forward(self, x, legal, new_game, state):
+        """x [S, T, n, I], legal bool [S, T, n, A], new_game bool [S, T, n], the GRU's state [S, n, hidden] before the
+        first step -> log-probabilities [S, T, n, A], values [S, T, n], the state after the last step"""
+        features = self.encoder(x)
+        gates = self.gru_input(features)
+        states = []
+        for gate, starts in zip(gates.unbind(1), new_game.unbind(1), strict=True):
+            if not self.keep_state:
+                state = state.masked_fill(starts[..., None], 0.0)
+            state = self.gru_step(gate, state)
+            states.append(state)
+        features = torch.cat([features, torch.stack(states, 1)], 3)
+        log_probs = self.actor(features).masked_fill(~legal, -1e9).log_softmax(3)
+        return log_probs, self.critic(features).squeeze(3), state
+
+    def gru_step(self, gate, state):
+        """As torch.nn.GRUCell, with what comes from the inputs already multiplied: [S, n, 3 * hidden], [S, n, hidden]
+        -> [S, n, hidden]"""
+        own = torch.baddbmm(self.gru_state.bias, state, self.gru_state.weight)
+        sizes = [2 * state.shape[2], state.shape[2]]
+        gate_rz, gate_n = gate.split(sizes, 2)
+        own_rz, own_n = own.split(sizes, 2)
+        r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
+        n = torch.addcmul(gate_n, r, own_n).tanh()
+        return torch.lerp(n, state, z)  # (1 - z) * n + z * state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout
+
+
+class RolloutState(NamedTuple):
+    """What goes on from one rollout to the next; overwritten in place"""
+
+    state: torch.Tensor  # [S, E, hidden] the GRU's
+    last_joint: torch.Tensor  # int64 [S, E, N] what everybody did in the step before
+    last_reward: torch.Tensor  # [S, E] what the learner got for it
+    new_game: torch.Tensor  # bool [S, E] and whether the game ended with it
+
+
+def agent_inputs(obs, clock, rollout_state: RolloutState):
+    """The learner's planes uint8 [S, E, C, H, W], the clock [S, E], and what the last step showed -> [S, E, I]. Where
+    the GRU's state is kept, the last step of a game is shown at the start of the next: who caught what is in it."""
+    joint = F.one_hot(rollout_state.last_joint, NUM_ACTIONS).flatten(2)
+    scalars = torch.stack([clock, rollout_state.last_reward, rollout_state.new_game.float()], 2)
+    return torch.cat([obs.flatten(2).float(), joint.float(), scalars], 2)
+
+
+@torch.no_grad()
+def rollout(args: Args, env: StagHuntEnv, seats: Seats, agent: Agent, rollout_state: RolloutState) -> dict:
+    """Plays T steps of all games -> what happened [S, T, E, ...]; `value` is [S, T + 1, E], `state` [S, E, hidden] is
+    the GRU's before the first step. A step counts (`mask`) while the learner is on the board; its game has `ended` when
+    it leaves. The GRU watches on until the others are done too."""
+    first_state = rollout_state.state.clone()
+    steps, values = [], []
+    obs = env.observe(env.state)
+    for step in range(args.num_steps + 1):
+        x = agent_inputs(seats.to_learners(obs), seats.per_learner(env.clock(env.state)), rollout_state)
+        legal = seats.to_learners(env.legal_actions(env.state))
+        new_game = rollout_state.new_game.clone()
+        log_probs, value, state = agent(x[:, None], legal[:, None], new_game[:, None], rollout_state.state)
+        values.append(value[:, 0])
+        if step == args.num_steps:
+            break
+        mask = seats.to_learners(env.state.present)
+        actions = sample(seats.action_probs(env.state, log_probs[:, 0].exp()))  # [B, N]
+        obs, all_rewards, present_before, all_done = env.step(actions)
+        seats.update(actions, present_before, all_done)
+        joint = seats.to_learners(env.seats_to_ego(actions))
+        log_prob = log_probs[:, 0].gather(2, joint[..., :1]).squeeze(2)
+        reward = seats.to_learners(all_rewards)
+        done = seats.per_learner(all_done)
+        ended = done | ~seats.to_learners(env.state.present)
+        if args.config.prosocial:  # who has left is still paid
+            mask, ended = torch.ones_like(mask), done
+        forget = done & (not args.keep_state)
+        rollout_state.state.copy_(state)
+        rollout_state.last_joint.copy_(joint.masked_fill(forget[..., None], STAY))
+        rollout_state.last_reward.copy_(reward.masked_fill(forget, 0.0))
+        rollout_state.new_game.copy_(done)
+        fields = {"x": x, "legal": legal, "new_game": new_game, "action": joint[..., 0], "log_prob": log_prob}
+        fields |= {"reward": reward, "mask": mask, "ended": ended, "done": done}
+        steps.append(fields | {"final_return": seats.to_learners(env.final_return)})
+    batch = {name: torch.stack([fields[name] for fields in steps], 1) for name in steps[0]}
+    return batch | {"value": torch.stack(values, 1), "state": first_state}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PPO
+
+
+def compute_gae(args: Args, reward, value, ended, mask):
+    """[S, T, E], value [S, T + 1, E] -> advantages [S, T, E]. An end is a true end: no value from beyond it."""
+    advantages = []
+    ahead = torch.zeros_like(reward[:, 0])
+    for t in reversed(range(reward.shape[1])):
+        go_on = (~ended[:, t]).float()
+        delta = reward[:, t] + args.gamma * go_on * value[:, t + 1] - value[:, t]
+        ahead = (delta + args.gamma * args.gae_lambda * go_on * ahead) * mask[:, t]
+        advantages.append(ahead)
+    return torch.stack(advantages[::-1], 1)
+
+
+def masked_mean(x, mask):
+    """[S, ...] -> [S]: the mean where mask [S, ...] holds"""
+    return (x * mask).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp(min=1)
+
+
+def centred(x, mask):
+    """[S, T, n] -> the same, each seed's mean 0 where mask holds"""
+    return x - masked_mean(x, mask).view(-1, 1, 1)
+
+
+def ppo_loss(args: Args, agent: Agent, mb: dict[str, torch.Tensor]):
+    """A minibatch of whole sequences [S, T, n, ...] -> each seed's loss [S], metrics [S]"""
+    log_probs, value, _ = agent(mb["x"], mb["legal"], mb["new_game"], mb["state"])
+    mask = mb["mask"]
+    log_ratio = log_probs.gather(3, mb["action"][..., None]).squeeze(3) - mb["log_prob"]
+    ratio = log_ratio.exp()
+    advantage = centred(mb["advantage"], mask)
+    advantage = advantage / (masked_mean(advantage.square(), mask).sqrt().view(-1, 1, 1) + 1e-8)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = masked_mean(torch.maximum(-advantage * ratio, -advantage * clipped), mask)
+    value_loss = masked_mean(0.5 * (value - mb["returns"]).square(), mask)
+    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(3), mask)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    metrics["approx_kl"] = masked_mean(ratio - 1 - log_ratio, mask)
+    metrics["clipfrac"] = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), mask)
+    return loss, {name: x.detach() for name, x in metrics.items()}
+
+
+def ppo_update(args: Args, agent: Agent, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """PPO on sequences [S, T, E, ...], which all seeds read in the same random order; each seed's gradient is clipped.
+    -> means over minibatches [S]"""
+    found = []
+    for _ in range(args.update_epochs):
+        order = torch.rand(args.num_envs, device=batch["x"].device).argsort()
+        for games in order.tensor_split(args.num_minibatches):
+            mb = {name: x.index_select(1 if name == "state" else 2, games) for name, x in batch.items()}
+            loss, metrics = ppo_loss(args, agent, mb)
+            optimizer.zero_grad()
+            loss.sum().backward()
+            norm = torch.cat([p.grad.flatten(1) for p in agent.parameters()], 1).norm(dim=1)
+            factor = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            for p in agent.parameters():
+                p.grad.mul_(factor.view(-1, 1, 1))
+            optimizer.step()
+            found.append(metrics | {"grad_norm": norm})
+    return {f"losses/{name}": torch.stack([metrics[name] for metrics in found]).mean(0) for name in found[0]}
+
+
+def train_iteration(args: Args, env, seats, agent, optimizer, rollout_state) -> dict[str, torch.Tensor]:
+    """One iteration; captured as one CUDA graph, nothing in it waits for the host. -> metrics [S]"""
+    batch = rollout(args, env, seats, agent, rollout_state)
+    done, final_return, value = (batch.pop(name) for name in ("done", "final_return", "value"))
+    metrics = {"games": done.sum((1, 2)).float(), "return": (done * final_return).sum((1, 2))}
+    batch["advantage"] = compute_gae(args, batch["reward"], value, batch["ended"], batch["mask"])
+    batch["returns"] = batch["advantage"] + value[:, :-1]
+    errors = batch["advantage"], batch["returns"]  # of the critic, and of one that says the mean
+    unexplained, variance = (masked_mean(centred(x, batch["mask"]).square(), batch["mask"]) for x in errors)
+    metrics["losses/explained_variance"] = 1 - unexplained / variance.clamp(min=1e-8)
+    return metrics | ppo_update(args, agent, optimizer, batch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def capture(function, env: StagHuntEnv):
+    """The same function as the replay of one CUDA graph, whose result stays in place. Call it once before."""
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(env.generator)
+    with torch.cuda.graph(graph):
+        result = function()
+    return lambda: graph.replay() or result  # replay returns None
+
+
+def make_training(args: Args):
+    """-> all that a run changes: the games, who sits where, the learners, their optimiser, the rollout's state"""
+    device = resolve_device(args.device)
+    torch.manual_seed(args.seed)
+    env = StagHuntEnv(args.config, args.num_seeds * args.num_envs, device, args.seed)
+    seats = Seats(env, [args.seats] * args.num_seeds, population=args.population, redraw=args.redraw)
+    agent = Agent(args, list(range(args.seed, args.seed + args.num_seeds))).to(device)
+    rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
+    optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
+    rows = args.num_seeds, args.num_envs
+    with device:
+        state, last_reward = torch.zeros(*rows, args.hidden), torch.zeros(rows)
+        last_joint = torch.full((*rows, args.config.num_players), STAY)
+        new_game = torch.ones(rows, dtype=torch.bool)
+    return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, new_game)
+
+
+def make_run_folders(args: Args) -> list[Path]:
+    """One folder per seed, each with the flags"""
+    stamp = int(time.time())
+    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+        stamp += 1
+    seeds, name = range(args.seed, args.seed + args.num_seeds), f"{args.exp_name}__{args.config.setting}"
+    folders = [Path(args.run_dir) / f"{name}__{seed}__{stamp}" for seed in seeds]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    return folders
+
+
+def save_checkpoint(path: Path, args: Args, agent: Agent, number: int) -> None:
+    """The weights of one seed, [1, ...] each. Written under another name first: what stands at `path` is whole"""
+    weights = {name: p[number : number + 1].cpu().clone() for name, p in agent.state_dict().items()}
+    flags = dataclasses.asdict(args) | {"seed": args.seed + number, "num_seeds": 1}
+    torch.save({"format": "ppo-gru-1", "args": flags, "agent": weights}, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def main(args: Args) -> dict[str, float]:
+    """Returns the last logged metrics, averaged over seeds."""
+    check_ranges(args)
+    learners = seats_table(args.seats, args.config.num_players).count("learner")
+    if learners != 1:
+        raise ValueError(f"--seats {args.seats}: there must be 1 learner, not {learners}")
+    if args.num_minibatches > args.num_envs:
+        raise ValueError(f"--num-minibatches {args.num_minibatches} exceeds --num-envs {args.num_envs}")
+    device = resolve_device(args.device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
+    torch.set_float32_matmul_precision("high")  # on a GPU: tf32
+    env, _, agent, optimizer, _ = training = make_training(args)
+    iterate = functools.partial(train_iteration, args, *training)
+    folders = make_run_folders(args)
+    writers = [SummaryWriter(folder) for folder in folders]
+    flags = "\n".join(f"|{name}|{value}|" for name, value in dataclasses.asdict(args).items())
+    for writer in writers:
+        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{flags}")
+    print(f"{args.config.setting}, {args.seats}, {args.num_seeds} seed(s), on {device}; run folder {folders[0]}")
+
+    steps_each = args.num_envs * args.num_steps
+    num_iterations = math.ceil(args.total_timesteps / steps_each)
+    bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1)
+    sums, began, first_step = {}, time.time(), 0
+    for iteration in range(1, num_iterations + 1):
+        learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * (iteration - 1) / num_iterations)
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
+        if iteration == 1 and args.cudagraphs and device.type == "cuda":  # the first warms up, the rest are replayed
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                metrics = iterate()
+            torch.cuda.synchronize()
+            iterate = capture(iterate, env)
+            began, first_step = time.time(), steps_each
+        else:
+            metrics = iterate()
+        sums = {name: x + sums.get(name, 0.0) for name, x in metrics.items()}
+        if iteration % args.log_every and iteration < num_iterations:
+            continue
+        step, count = iteration * steps_each, (iteration - 1) % args.log_every + 1
+        means = {name: (x / count).tolist() for name, x in sums.items()}  # the only read from the device
+        sums = {}
+        shared = {"charts/learning_rate": learning_rate, "charts/SPS": (step - first_step) / (time.time() - began)}
+        rows = []
+        for number, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
+            row = {name: values[number] for name, values in means.items()}
+            games, total = row.pop("games"), row.pop("return")
+            row = {"charts/episodic_return": total / games if games else math.nan, **row, **shared}
+            for name, value in row.items():
+                writer.add_scalar(name, value, step)
+                if name.startswith("losses/") and not math.isfinite(value):
+                    raise FloatingPointError(f"{name} is {value} (seed {args.seed + number}, iteration {iteration})")
+            shown = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"steps": step, **shown}) + "\n")
+            if iteration == num_iterations:
+                save_checkpoint(folder / "checkpoint.pt", args, agent, number)
+                writer.close()
+            rows.append(row)
+        final = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+        bar.set_postfix_str(f"return {final['charts/episodic_return']:.3f}", refresh=False)
+        bar.update(step - bar.n)
+    bar.close()
+    print(f"{time.time() - began:.1f} s of training; checkpoint {folders[0]}/checkpoint.pt")
+    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **final}
+
+
+if __name__ == "__main__":
+    command_line(parse_args, main)

@@ -1,0 +1,322 @@
+"""benchmarks/baselines/ppo_gru.py: it learns, what it recomputes is what it did, seeds and games do not mix."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import lines_of, without_times
+
+import hopplus_ppo as hop
+import stag_hunt_env
+from stag_hunt_env import STAY, StagHuntConfig, command_line
+
+sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
+
+import ppo_gru
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = StagHuntConfig(
+    height=3, width=4, num_players=3, num_stags=2, num_hares=5, final_time=7, steps_after_first_hunt=3
+)
+TINY = {
+    **{"config": CONFIG, "seats": "mixed,learner,nearest_hare", "num_envs": 48, "num_steps": 13, "hidden": 16},
+    **{"num_minibatches": 3, "update_epochs": 2, "log_every": 1, "total_timesteps": 3 * 48 * 13},
+}
+PLANES = 6 * 12
+
+
+def tiny(redraw="never", device="cpu", **changes):
+    return ppo_gru.make_args(device, redraw, **{**TINY, **changes})
+
+
+def played(args, iterations=2):
+    """-> agent, optimiser, and a rollout after some training, complete as ppo_update reads it, with the rest of it"""
+    training = env, seats, agent, optimizer, rollout_state = ppo_gru.make_training(args)
+    for _ in range(iterations):
+        ppo_gru.train_iteration(args, *training)
+    batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
+    rest = {name: batch.pop(name) for name in ("done", "final_return", "value")}
+    batch["advantage"] = ppo_gru.compute_gae(args, batch["reward"], rest["value"], batch["ended"], batch["mask"])
+    batch["returns"] = batch["advantage"] + rest["value"][:, :-1]
+    return agent, optimizer, batch, rest | {"rollout_state": rollout_state}
+
+
+def recompute(agent, batch, first=0, state=None):
+    """-> log-probabilities of the actions, values, and the last state, from step `first` on"""
+    x, legal, new_game, action = (batch[name][:, first:] for name in ("x", "legal", "new_game", "action"))
+    log_probs, value, state = agent(x, legal, new_game, batch["state"] if state is None else state)
+    return log_probs.gather(3, action[..., None]).squeeze(3), value, state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+def test_it_learns(tmp_path):
+    """Beside a hunter of stags: 0.6 at random, 5 is the most"""
+    config = StagHuntConfig(height=3, width=3, num_players=2, num_hares=1, final_time=6)
+    changes = {"config": config, "seats": "learner,nearest_stag", "num_envs": 128, "num_steps": 8, "hidden": 32}
+    changes |= {"update_epochs": 3, "num_minibatches": 2, "learning_rate": 5e-3, "total_timesteps": 25 * 1024}
+    final = ppo_gru.main(tiny(**changes, num_seeds=2, log_every=5, run_dir=str(tmp_path)))
+    folders = sorted(tmp_path.iterdir())
+    assert [folder.name.split("__")[:3] for folder in folders] == [["ppo_gru", "3x3_2h1s_1hares", s] for s in "12"]
+    last = []
+    for folder in folders:
+        lines = lines_of(folder)
+        assert [line["steps"] for line in lines] == [5120, 10240, 15360, 20480, 25600]
+        assert lines[0]["charts/episodic_return"] < 2.5 and lines[-1]["charts/episodic_return"] > 4.0
+        assert {path.name.split(".")[0] for path in folder.iterdir()} == {"args", "checkpoint", "events", "metrics"}
+        last.append(lines[-1]["charts/episodic_return"])
+    assert final["charts/episodic_return"] == pytest.approx(sum(last) / 2)
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_what_is_recomputed_is_what_was_played(keep_state):
+    agent, _, batch, rest = played(tiny(keep_state=keep_state))
+    log_prob, value, state = recompute(agent, batch)
+    assert batch["state"].abs().max() > 0.1, "the rollout begins with a state that it was given"
+    torch.testing.assert_close(log_prob, batch["log_prob"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(value, rest["value"][:, :-1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(state, rest["rollout_state"].state, atol=1e-5, rtol=0)
+
+
+def test_the_first_ratio_is_one():
+    args = tiny(update_epochs=1, num_minibatches=1, learning_rate=0.01)
+    agent, optimizer, batch, _ = played(args)
+    first = ppo_gru.ppo_update(args, agent, optimizer, batch)
+    second = ppo_gru.ppo_update(args, agent, optimizer, batch)
+    assert first["losses/approx_kl"].abs().max() < 1e-7 < 1e-6 < second["losses/approx_kl"].min()
+
+
+def test_the_recurrence_is_that_of_torch():
+    agent = ppo_gru.Agent(tiny(num_seeds=2), [3, 4])
+    gate, state = torch.randn(2, 5, 48), torch.randn(2, 5, 16)
+    cell = torch.nn.GRUCell(48, 16)
+    for number in range(2):
+        agent.gru_state.bias.data.normal_()
+        weights = {"weight_ih": torch.eye(48), "bias_ih": torch.zeros(48)}
+        own = agent.gru_state.weight[number].T, agent.gru_state.bias[number, 0]
+        cell.load_state_dict(weights | dict(zip(("weight_hh", "bias_hh"), own, strict=True)))
+        ours = agent.gru_step(gate, state)[number]
+        torch.testing.assert_close(ours, cell(gate[number], state[number]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the learner sees, and when it forgets
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_the_last_step_is_seen(keep_state, monkeypatch):
+    """Also that of the last game, if the state is kept; in ego order"""
+    args, seen = tiny(keep_state=keep_state), []
+    env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
+    step = env.step
+    monkeypatch.setattr(env, "step", lambda actions: seen.append(actions.clone()) or step(actions))
+    batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
+    actions, starts = torch.stack(seen)[:-1].roll(-1, 2), batch["done"][0, :-1]  # the learner's seat is 1
+    x = batch["x"][0]
+    planes, joint, clock, reward, new_game = x.split([PLANES, 21, 1, 1, 1], 2)
+    shown = joint[1:].unflatten(2, (3, 7)).argmax(3)
+    assert 10 < starts.sum() < starts.numel() / 2 and (actions[starts] != STAY).any()
+    expected = actions if keep_state else actions.masked_fill(starts[..., None], STAY)
+    assert torch.equal(shown, expected) and torch.equal(actions[..., 0], batch["action"][0, :-1])
+    got = batch["reward"][0, :-1]
+    assert torch.equal(reward[1:, :, 0], got if keep_state else got.masked_fill(starts, 0.0))
+    assert torch.equal(new_game[1:, :, 0] > 0, starts) and torch.equal(clock[1:, :, 0] == 0, starts)
+    assert (new_game[0] == 1).all() and (joint[0].unflatten(1, (3, 7)).argmax(2) == STAY).all()
+    assert torch.equal(planes[..., :12].amax(2) > 0, batch["mask"][0])
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_the_state_is_reset_with_the_game_unless_kept(keep_state):
+    agent, _, batch, rest = played(tiny(keep_state=keep_state))
+    first = 5
+    starts = batch["new_game"][0, first]
+    assert 0 < starts.sum() < len(starts)
+    random = torch.randn_like(batch["state"])
+    same = (recompute(agent, batch, first, random)[1] - rest["value"][:, first:-1])[0].abs().amax(0) < 1e-5  # [E]
+    same &= ~batch["new_game"][0, first + 1 :].any(0) | starts | keep_state  # or else it was reset later
+    assert torch.equal(same, starts & (not keep_state))
+
+
+def test_the_state_goes_on_into_the_next_rollout():
+    args = tiny()
+    env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
+    first, second = (ppo_gru.rollout(args, env, seats, agent, rollout_state) for _ in range(2))
+    torch.testing.assert_close(recompute(agent, first)[2], second["state"], atol=1e-5, rtol=0)
+    assert not first["state"].any() and not second["state"].requires_grad
+    assert torch.equal(second["new_game"][:, 0], first["done"][:, -1])
+
+
+KEPT = {"": True, "--redraw game": False, "--redraw=0.5": True, "--redraw game --keep-state": True}
+
+
+@pytest.mark.parametrize(("words", "kept"), [*KEPT.items(), ("--no-keep-state", False)])
+def test_the_state_is_kept_where_the_partner_may_stay(words, kept):
+    assert ppo_gru.parse_args(words.split()).keep_state == kept
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which samples count
+
+
+def test_steps_after_the_learner_left_carry_no_gradient():
+    args = tiny()
+    agent, _, batch, _ = played(args)
+    mask = batch["mask"]
+    assert (~mask).sum() > 10
+
+    def gradient(changed):
+        agent.zero_grad()
+        loss, _ = ppo_gru.ppo_loss(args, agent, changed)
+        loss.sum().backward()
+        return torch.cat([loss.detach(), *(p.grad.flatten() for p in agent.parameters())])
+
+    expected = gradient(batch)
+    names = ("advantage", "returns", "reward", "log_prob")
+    after = {name: torch.where(mask, batch[name], batch[name] + torch.rand(mask.shape)) for name in names}
+    torch.testing.assert_close(gradient(batch | after), expected, atol=0, rtol=0)
+    before = {name: torch.where(mask, batch[name] + torch.rand(mask.shape), batch[name]) for name in names}
+    assert (gradient(batch | before) - expected).abs().max() > 1e-3
+
+
+def test_a_game_ends_for_the_learner_when_it_leaves():
+    args = tiny()
+    _, _, batch, rest = played(args, 6)
+    mask, ended, reward, value = batch["mask"], batch["ended"], batch["reward"], rest["value"]
+    assert (ended | ~rest["done"]).all() and (mask | (reward == 0)).all()
+    caught = reward > 0  # and so it left
+    assert caught.sum() > 10 and ended[caught].all() and not mask[:, 1:][(caught & ~rest["done"])[:, :-1]].any()
+    assert not (ended & mask & ~rest["done"] & ~caught).any()
+    torch.testing.assert_close(batch["returns"][ended & mask], reward[ended & mask])
+    assert (batch["advantage"][~mask] == 0).all()
+    theirs = hop.compute_gae(args, reward, value, ended, mask)
+    torch.testing.assert_close(batch["advantage"], theirs, atol=1e-6, rtol=0)
+
+
+def test_prosocial_learners_are_paid_after_they_left():
+    args = tiny(config=dataclasses.replace(CONFIG, prosocial=True))
+    _, _, batch, rest = played(args)
+    assert batch["mask"].all() and torch.equal(batch["ended"], rest["done"])
+    gone = batch["x"][..., :12].amax(3) == 0
+    assert (batch["reward"][gone] > 0).any() and (batch["action"][gone] == STAY).all()
+
+
+def test_returns_are_those_of_games_that_ended():
+    args = tiny()
+    _, _, batch, rest = played(args, 0)
+    metrics = ppo_gru.train_iteration(args, *ppo_gru.make_training(args))  # the same games
+    total = torch.zeros(1)
+    for game in range(args.num_envs):
+        ends = rest["done"][0, :, game].nonzero().flatten().tolist()
+        total += batch["reward"][0, : ends[-1] + 1, game].sum()
+    assert metrics["games"].tolist() == rest["done"].sum((1, 2)).tolist()
+    torch.testing.assert_close(metrics["return"], total)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
+
+
+def test_a_seed_does_not_change_when_another_is_added(tmp_path):
+    """The same games -> the same metrics and weights, from the checkpoint of a seed alone or from all of them"""
+    args = tiny(num_seeds=2, seed=5, max_grad_norm=0.02)
+    agent, optimizer, batch, rest = played(args)
+    for number in range(2):
+        ppo_gru.save_checkpoint(tmp_path / f"{number}.pt", args, agent, number)
+    torch.manual_seed(1)
+    pg = optimizer.param_groups[0]["params"]
+    optimizer.state.clear()
+    together = ppo_gru.ppo_update(args, agent, optimizer, batch)
+    assert together["losses/grad_norm"].min() > args.max_grad_norm, "gradients are clipped"
+    for number in range(2):
+        saved = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        own_args = ppo_gru.Args(**saved["args"] | {"config": StagHuntConfig(**saved["args"]["config"])})
+        assert (own_args.seed, own_args.num_seeds) == (5 + number, 1)
+        _, _, alone, own_optimizer, _ = ppo_gru.make_training(own_args)
+        alone.load_state_dict(saved["agent"])
+        own_batch = {name: x[number : number + 1] for name, x in batch.items()}
+        torch.testing.assert_close(recompute(alone, own_batch)[1], rest["value"][number : number + 1, :-1])
+        torch.manual_seed(1)
+        metrics = ppo_gru.ppo_update(own_args, alone, own_optimizer, own_batch)
+        for name, x in metrics.items():
+            torch.testing.assert_close(x, together[name][number : number + 1], msg=name)
+        for p, both in zip(alone.parameters(), pg, strict=True):
+            torch.testing.assert_close(p[0], both[number], atol=1e-5, rtol=1e-4)
+    assert (pg[0][0] - pg[0][1]).abs().max() > 0.1
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    both, second = ppo_gru.Agent(tiny(), [1, 2]), ppo_gru.Agent(tiny(), [2])
+    for name, p in second.named_parameters():
+        assert torch.equal(p[0], both.get_parameter(name)[1])
+    assert not torch.equal(both.gru_input.weight[0], both.gru_state.weight[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags, CUDA
+
+WRONG = [
+    ("--seats learner,learner,random,random", "1 learner, not 2"),
+    ("--seats mixed,mixed,mixed,mixed", "1 learner, not 0"),
+    ("--seats learner,mixed", "the game has 4 players"),
+    ("--population nearest_stag,nobody", "'nobody'"),
+    ("--redraw sometimes", "--redraw must be game, never or a probability"),
+    ("--num-envs 4 --num-minibatches 5", "--num-minibatches 5 exceeds --num-envs 4"),
+    ("--learning-rate 0", "--learning-rate must be > 0"),
+    ("--nonsense", "--nonsense"),
+    ("--height 2 --width 2", "too little room"),
+    ("--run-dir README.md --num-envs 4 --hidden 4", "README.md"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG)
+def test_wrong_flags_end_with_one_line(words, sentence, monkeypatch, capsys, tmp_path):
+    (tmp_path / "README.md").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ppo_gru.py", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        command_line(ppo_gru.parse_args, ppo_gru.main)
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert stop.value.code == 2 and line.startswith("error: ") and sentence in line, line
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_gru, "compute_gae", lambda args, reward, *_: reward * torch.nan)
+    with pytest.raises(FloatingPointError, match=r"losses/\w+ is nan \(seed 1, iteration 1\)"):
+        ppo_gru.main(tiny(run_dir=str(tmp_path)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("redraw", ["never", "game"])
+def test_captured_iterations_equal_eager_ones(redraw, tmp_path):
+    found = []
+    for use in (False, True):
+        args = tiny(redraw, "cuda", num_seeds=2, total_timesteps=6 * 48 * 13, cudagraphs=use)
+        final = ppo_gru.main(dataclasses.replace(args, run_dir=str(tmp_path / str(use))))
+        checkpoint = Path(final["checkpoint"])
+        weights = torch.load(checkpoint, weights_only=True)["agent"]
+        found.append((weights, without_times(lines_of(checkpoint.parent))))
+    (eager, eager_lines), (captured, captured_lines) = found
+    assert len(captured_lines) == 6
+    for name, p in captured.items():
+        torch.testing.assert_close(p, eager[name], atol=1e-6, rtol=0, msg=name)
+    for ours, expected in zip(captured_lines, eager_lines, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.cuda
+def test_an_iteration_never_waits_for_the_host():
+    args = tiny(device="cuda", num_seeds=2)
+    training = ppo_gru.make_training(args)
+    ppo_gru.train_iteration(args, *training)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ppo_gru.train_iteration(args, *training)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
