@@ -308,7 +308,8 @@ class Stacked:
                 p = p.mT.contiguous().mT
             self.params[name] = nn.Parameter(p.detach().to(device))
             path, _, leaf = name.rpartition(".")
-            self.places.append((self.network.get_submodule(path)._parameters, leaf))
+            owner = self.network.get_submodule(path)._parameters
+            self.places.append((owner, leaf, owner[leaf]))
         self.dtype = dtype
         self.train_dtype = train_dtype
 
@@ -327,9 +328,12 @@ class Stacked:
 
     def call_one(self, method: str, params: list, *inputs):
         """One learner. As torch.func.functional_call, in half the time, and for any method."""
-        for (owner, name), p in zip(self.places, params, strict=True):
+        for (owner, name, _), p in zip(self.places, params, strict=True):
             owner[name] = p
-        return getattr(self.network, method)(*inputs)
+        outputs = getattr(self.network, method)(*inputs)
+        for owner, name, own in self.places:
+            owner[name] = own
+        return outputs
 
     def __len__(self) -> int:
         return len(self.parameters()[0])
@@ -1082,6 +1086,11 @@ def predict_step(args: Args, config: StagHuntConfig, world: Stacked, board, join
     return boards[:, 0], reward[:, 0].clamp(min(config.payoffs()), max(config.payoffs())), disagree
 
 
+def payoff_errors(config: StagHuntConfig, reward) -> torch.Tensor:
+    """[...] -> [..., R]: how far it is from each payoff of the game"""
+    return torch.stack([(reward - payoff).abs() for payoff in config.payoffs()], -1)
+
+
 @torch.no_grad()
 def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, transitions: Transitions):
     """Plays fresh games [M, T, E, ...], at most 1024, again in the world model, from the first collected step, with the
@@ -1090,12 +1099,11 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
     games = Transitions(*(x[:, : args.imagination_horizon, ::stride] for x in transitions))
     valid = exact = paid = torch.ones_like(games.done[:, 0])
     board, trusted, metrics = games.board[:, 0], [], {}
-    payoffs = torch.tensor(list(config.payoffs()), device=board.device)
     for k in range(games.done.shape[1]):
         valid = valid & learner_mask(config, games.board[:, k])
         reward = games.reward[:, k]
         next_board, next_reward, disagree = predict_step(args, config, networks.world, board, games.joint[:, k])
-        off, next_off = ((x[..., None] - payoffs).abs() for x in (reward, next_reward))
+        off, next_off = (payoff_errors(config, x) for x in (reward, next_reward))
         exact = exact & (next_board == games.next_board[:, k]).flatten(2).all(2)
         paid = paid & (off.argmin(-1) == next_off.argmin(-1))
         metrics[f"wm/exact_match/{k + 1}"] = masked_mean(exact, valid)
@@ -1109,7 +1117,7 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
             metrics["wm/reward_mse"] = masked_mean((next_reward - reward).square(), valid)
             metrics["wm/disagreement"] = masked_mean(disagree, valid)
         board, valid = next_board, valid & ~games.done[:, k]
-    unknown = (transitions.reward[..., None] - payoffs).abs().amin(3)  # [M, T, E]
+    unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
     metrics["wm/unknown_reward"] = (unknown * learner_mask(config, transitions.board)).flatten(1).amax(1)
     horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
     return horizon, metrics | {"wm/horizon": horizon.float()}
@@ -1457,8 +1465,8 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "check
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} is no readable {what}, perhaps cut short: {reason}") from error
+        size, reason = Path(path).stat().st_size, str(error).strip().split("\n")[0]
+        raise ValueError(f"{path} is no readable {what}, perhaps cut short ({size} bytes): {reason}") from error
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
     if found != expected:
         raise ValueError(f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")

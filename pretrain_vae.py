@@ -174,7 +174,8 @@ class Stacked:
                 p = p.mT.contiguous().mT
             self.params[name] = nn.Parameter(p.detach().to(device))
             path, _, leaf = name.rpartition(".")
-            self.places.append((self.network.get_submodule(path)._parameters, leaf))
+            owner = self.network.get_submodule(path)._parameters
+            self.places.append((owner, leaf, owner[leaf]))
         self.dtype = dtype
         self.train_dtype = train_dtype
 
@@ -193,9 +194,12 @@ class Stacked:
 
     def call_one(self, method: str, params: list, *inputs):
         """One learner. As torch.func.functional_call, in half the time, and for any method."""
-        for (owner, name), p in zip(self.places, params, strict=True):
+        for (owner, name, _), p in zip(self.places, params, strict=True):
             owner[name] = p
-        return getattr(self.network, method)(*inputs)
+        outputs = getattr(self.network, method)(*inputs)
+        for owner, name, own in self.places:
+            owner[name] = own
+        return outputs
 
     def __len__(self) -> int:
         return len(self.parameters()[0])
@@ -723,8 +727,8 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "check
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} is no readable {what}, perhaps cut short: {reason}") from error
+        size, reason = Path(path).stat().st_size, str(error).strip().split("\n")[0]
+        raise ValueError(f"{path} is no readable {what}, perhaps cut short ({size} bytes): {reason}") from error
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
     if found != expected:
         raise ValueError(f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")

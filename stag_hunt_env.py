@@ -588,12 +588,14 @@ class Seats:
     def to_learners(self, x: Tensor) -> Tensor:
         """[B, N, ...] by seat -> [M, E, ...] (shared parameters: the games of all learner seats, seat by seat)"""
         x = x.unflatten(0, (self.num_blocks, self.num_envs)).movedim(2, 1)  # [S, N, E, ...]
-        x = x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat]
-        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
+        return self._share(x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat])
 
     def per_learner(self, x: Tensor) -> Tensor:
-        """[B, ...], the same for all seats -> [M, E, ...]"""
-        return self.to_learners(x[:, None].expand(-1, self.env.config.num_players, *x.shape[1:]))
+        """[B, ...], the same for all seats -> [M, E, ...], a copy"""
+        return self._share(x.unflatten(0, (self.num_blocks, self.num_envs))[self._block])
+
+    def _share(self, x):
+        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
 
     def to_seats(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         """[M, E, ...] -> [B, N, ...], `others` [B, N, ...] where no learner sits"""
@@ -657,7 +659,14 @@ class Seats:
 # Pictures
 
 COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")  # of players
-GRASS, WALL, STAG, HARE = ("#bad58e", "#b0cd82"), "#a5a09b", "#6e4623", "#f5f0e6"
+GRASS, WALL = ("#bad58e", "#b0cd82"), "#a5a09b"
+INK = {"b": "#6e4623", "B": "#a56e3c", "k": "#281e19", "w": "#f5f0e6", "g": "#a5a09b", "p": "#e19696"}
+SPRITES = {  # 12 rows of 12 dots
+    "stag": ".b.b....b.b. .bbb....bbb. ..bb....bb.. ...bb..bb... .BB.BBBB.BB. ..BBBBBBBB.. "
+    "...BkBBkB... ...BBBBBB... ....BBBB.... ....BBBB.... ....BkkB.... .....BB.....",
+    "hare": "...gg..gg... ..ggpggpgg.. ..gpggggpg.. ..gpg..gpg.. ...gg..gg... ..wwwwwwww.. "
+    ".wwkwwwwkww. .wwwwwwwwww. .wwwwppwwww. ..wwwkkwww.. ...wwwwww... ............",
+}
 CELL, LINE = 108, 40  # pixels of a cell, of a line of text
 RIM = ((-1, -1), (1, 1), (1, -1), (-1, 1), (-1, 0), (1, 0), (0, 1), (0, -1))  # places of players in company
 FONT = cache(ImageFont.load_default)
@@ -709,7 +718,7 @@ def seat_planes(config: StagHuntConfig, game: State) -> np.ndarray:
 
 def _draw_board(config, planes, values=None, hunting=None):  # planes [C, H*W]; values [C, H*W] to write
     n, image = config.num_players, Image.new("RGB", (config.width * CELL, config.height * CELL))
-    draw, marks, colours = ImageDraw.Draw(image), [*range(n), *"#Sh"], (*COLOURS[:n], WALL, STAG, HARE)
+    draw = ImageDraw.Draw(image)
     for cell, (row, column) in enumerate(np.ndindex(config.height, config.width)):
         left, top = column * CELL, row * CELL
         draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), GRASS[(row + column) % 2])
@@ -721,13 +730,23 @@ def _draw_board(config, planes, values=None, hunting=None):  # planes [C, H*W]; 
             x, y = left + CELL // 2 + 2 * half * right, top + CELL // 2 + 2 * half * down  # the middle
             if k < n:
                 ring = hunting is not None and hunting[k] > STAY
-                draw.circle((x, y), half, colours[k], outline="#be1414" if ring else None, width=4)
+                draw.circle((x, y), half, COLOURS[k], outline="black" if ring else None, width=4)
+                _write(draw, (x, y), str(k), half, "white", "black")
+            elif k == n:
+                draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), WALL)
             else:
-                draw.rectangle((x - half, y - half, x + half - 1, y + half - 1), colours[k])
-            _write(draw, (x, y), str(marks[k]), half, "white", "black")
+                _draw_sprite(draw, SPRITES["stag" if k == n + 1 else "hare"], x - half, y - half, half // 6)
             if values is not None and 0.01 < values[k, cell] < 0.99:
                 _write(draw, (x, y - half + 8), f"{values[k, cell]:.2f}"[1:], 20)
     return image
+
+
+def _draw_sprite(draw, sprite, left, top, dot):
+    for row, dots in enumerate(sprite.split()):
+        for column, letter in enumerate(dots):
+            if letter in INK:
+                x, y = left + column * dot, top + row * dot
+                draw.rectangle((x, y, x + dot - 1, y + dot - 1), INK[letter])
 
 
 def _write(draw, middle, text, size, colour="black", rim="white"):

@@ -110,7 +110,7 @@ def real_search(args: Args) -> "hop.TrainState":
         default = hop.Args(**{**saved["args"], "config": StagHuntConfig(**saved["args"]["config"])})
         default.device = args.device
     else:
-        default = hop.make_args(**hop.early_flags(args.words, method="hopplus-mcts", device=args.device))
+        default = hop.make_args(**hop.game.early_flags(args.words, method="hopplus-mcts", device=args.device))
     flags = parse(hop.Args, hop.GROUPS, default, list(args.words))
     if flags.planner == "none":
         raise ValueError("--planner none does not search")

@@ -195,7 +195,7 @@ def test_the_learner_that_sat_there(tmp_path):
 def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     text = (ROOT / "hopplus_ppo.py").read_text()
     copy = tmp_path / "my_copy.py"
-    copy.write_text(text.replace("nn.ReLU()", "nn.Tanh()"))
+    copy.write_text(text.replace("nn.ReLU(inplace=True)", "nn.Tanh()"))
     assert copy.read_text() != text
     here, there = (read(evaluate, folder, "--games", 40, *more) for more in ([], ["--script", copy]))
     said = capsys.readouterr().out

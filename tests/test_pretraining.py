@@ -47,7 +47,7 @@ def tiny(script, run_dir, **changes):
 def no_pictures(monkeypatch):
     for script in SCRIPTS.values():
         monkeypatch.setattr(script, "draw_pictures", lambda *_: None)
-    monkeypatch.setattr(vae, "probe", lambda *given: torch.ones(given[3].shape[:2], dtype=torch.bool))
+    monkeypatch.setattr(vae, "probe", lambda *given: torch.ones_like(given[3][..., 0], dtype=torch.bool))
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_refused_before_anything_is_written(name, flags, words, files, tmp_path)
 def test_errors_on_the_command_line(script, tmp_path):
     path = Path(script.__file__).resolve()
     command = [sys.executable, str(path), "--resume", "nowhere.pt", "--run-dir", "runs", "--device", "cpu"]
-    env = {**os.environ, "PYTHONPATH": str(path.parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: there is no ") and done.stderr.count("\n") == 1
     assert not any(tmp_path.iterdir())

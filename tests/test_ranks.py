@@ -3,6 +3,7 @@
 Started by torchrun, this file is also the two processes; each leaves what it has in OUT/*.{rank}.pt."""
 
 import copy
+import os
 import pathlib
 import subprocess
 import sys
@@ -96,7 +97,8 @@ def two_processes(out):
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([*torchrun, __file__, out], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return out, [torch.load(out / f"found.{rank}.pt", weights_only=False) for rank in range(2)]

@@ -196,7 +196,7 @@ def test_bfloat16_stays_inside(changes, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "line", "times"),
     [
-        (hop, "render_table", "could not draw: RuntimeError: singular; the run goes on", 3),
+        (hop.game, "render_table", "could not draw: RuntimeError: singular; the run goes on", 3),
         (hop.SummaryWriter, "add_scalar", "could not write to TensorBoard: RuntimeError: singular; the run goes on", 4),
         (
             hop.SummaryWriter,
@@ -407,7 +407,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
     for name, form, networks in (("vae", "subgoals-4", vae), ("world", "world-model-5", {"world": pick["world"]})):
-        content = {"format": form, "must_match": {"hare_reward": 1.0, "goal_dim": 4}, "networks": networks}
+        content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
         torch.save(content, tmp_path / f"{name}.pt")
     started, train_iteration = [], hop.train_iteration
 
@@ -434,7 +434,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
 
 
 def test_defaults_follow_method_and_device(monkeypatch):
-    monkeypatch.setattr(hop, "resolve_device", lambda device: torch.device("cpu" if device == "auto" else device))
+    monkeypatch.setattr(hop.game, "resolve_device", lambda device: torch.device("cpu" if device == "auto" else device))
     gpu, cpu, ppo = hop.make_args("hopplus", "cuda"), hop.make_args("hopplus", "cpu"), hop.make_args("ppo", "cpu")
     assert gpu == hop.Args(device="cuda") and hop.make_args() == dataclasses.replace(cpu, device="auto")
     assert (gpu.num_envs, cpu.num_envs, ppo.num_envs) == (256, 128, 256) and cpu.log_every == 1
@@ -473,13 +473,13 @@ def test_help_shows_groups_and_true_defaults(capsys):
 
 def test_every_flag_is_read_and_explained():
     source = Path(hop.__file__).read_text()
-    _, body = source.split("# Networks, each for one learner", 1)
+    _, body = source.split("# ---- Networks, each for one learner", 1)
     grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
     own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
     assert own == grouped.keys() - {field.name for field in dataclasses.fields(hop.StagHuntConfig)}
     for name, group in grouped.items():
-        after = inspect.getsource(group).split(f"    {name}: ", 1)[1].split("\n", 2)[1]
-        assert after.startswith('    """') and len(after) > 12, name
+        line, after = inspect.getsource(group).split(f"    {name}: ", 1)[1].split("\n", 2)[:2]
+        assert "  # " in line or (after.startswith('    """') and len(after) > 12), name
         assert name not in own or re.search(rf"\bargs\.{name}\b|\"{name}\"", body), f"{name} is read nowhere"
 
 
