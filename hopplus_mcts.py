@@ -19,13 +19,18 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import re
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,14 +41,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-7"  # of a checkpoint
+FORMAT = "hopplus-8"  # of a checkpoint
+KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
 
@@ -277,6 +283,7 @@ def validate(args: Args) -> StagHuntConfig:
     world = args.imagination or (searches and args.search_model == "world-model")
     kinds = len(args.population.split(","))
     game.check_ranges(args)
+    check_run_flags(args)
     game.resolve_device(args.device)
     rules = [  # what must hold, and what to say if it does not
         ("learner" in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns"),
@@ -291,8 +298,8 @@ def validate(args: Args) -> StagHuntConfig:
         (args.root == "puct" or args.policy_loss == "distill", "--root gumbel needs --policy-loss distill"),
         (not searches or args.gamma**args.max_depth >= 1e-30, "--gamma is too small for this --max-depth"),
         (not hop or (args.goal_kind, args.goal_dim) == ("discrete", 2), "--subgoals bayes needs 2 discrete goals"),
+        (not (hop and args.imagination), "--subgoals bayes does not imagine"),
         (args.goal_kind == "continuous" or args.goal_dim >= 2, "--goal-kind discrete needs --goal-dim 2 or more"),
-        (not Path(args.run_dir).exists() or Path(args.run_dir).is_dir(), f"--run-dir {args.run_dir} is not a folder"),
     ]
     if world:
         whole_board = config.prosocial and args.wm_head == "structured"
@@ -1231,7 +1238,7 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
         rollout_state["last_joint"].copy_(joint.masked_fill(own_done[..., None], STAY))
         fields = {"board": board, "prey_position": prey_position.byte(), "time": time_now, "first_hunt": first_hunt}
         fields |= {"last_joint": last_joint.byte(), "joint": joint.byte(), "reward": seats.to_learners(reward)}
-        fields |= {"exited": exited, "done": own_done, "next_board": next_board, "history": history.half()}
+        fields |= {"exited": exited, "done": own_done, "next_board": next_board.byte(), "history": history.half()}
         steps.append(fields | {"history_reset": history_reset, "oracle_id": oracle_id})
         outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, "search": found})
         final = {"return": env.final_return.clone(), "length": env.final_length.clone(), "prey": env.final_prey}
@@ -1245,7 +1252,8 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
 
 
 class Replay:
-    """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in"""
+    """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in; of the histories, by
+    far the largest, only those before each rollout's first step"""
 
     def __init__(self, rollouts: int, device):
         self.rollouts = rollouts
@@ -1253,6 +1261,7 @@ class Replay:
         self.pushed = torch.zeros((), dtype=torch.int64, device=device)  # how many came in
 
     def push(self, transitions: Transitions) -> None:
+        transitions = transitions._replace(history=transitions.history[:, :1])
         if self.data is None:
             self.data = Transitions(*(x.new_zeros(self.rollouts, *x.shape) for x in transitions))
         slot = (self.pushed % self.rollouts)[None]
@@ -1270,16 +1279,29 @@ class Replay:
         if window:
             step = torch.arange(steps, device=step.device)[:, None]
             slot, learner, column = slot[:, None], learner[:, None], column[:, None]
-        return Transitions(*(x[slot, learner, step, column] for x in self.data))
+        return Transitions(*(x[slot, learner, step % x.shape[2], column] for x in self.data))
 
     def state_dict(self) -> dict:
-        return {"pushed": self.pushed} | ({} if self.data is None else self.data._asdict())
+        """Boards as bits"""
+        saved = {} if self.data is None else self.data._asdict()
+        boards = {name: saved[name].cpu().numpy() for name in ("board", "next_board") if name in saved}
+        flat = {name: x.reshape(*x.shape[:4], math.prod(x.shape[4:])) for name, x in boards.items()}
+        bits = {name: torch.from_numpy(np.packbits(x, 4)) for name, x in flat.items()}
+        shapes = {f"{name}_shape": torch.tensor(x.shape) for name, x in boards.items()}
+        return {"pushed": self.pushed} | saved | bits | shapes
 
     def load_state_dict(self, saved: dict) -> None:
-        self.pushed.copy_(saved["pushed"])
-        if "board" in saved:
-            self.data = self.data or Transitions(*(saved[name].to(self.pushed.device) for name in Transitions._fields))
-            game.copy_nested_(self.data._asdict(), {name: saved[name] for name in Transitions._fields}, "replay")
+        game.copy_nested_({"pushed": self.pushed}, saved, "replay")
+        if "board" not in saved:
+            return
+        boards = {}
+        for name in ("board", "next_board"):
+            shape = saved[f"{name}_shape"].tolist()
+            bits = np.unpackbits(saved[name].numpy(), 4, math.prod(shape[4:]))
+            boards[name] = torch.from_numpy(bits).reshape(shape)
+        saved = {name: x.to(self.pushed.device) for name, x in (saved | boards).items() if name in Transitions._fields}
+        self.data = self.data or Transitions(**saved)
+        game.copy_nested_(self.data._asdict(), saved, "replay")
 
 
 def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: bool, members=1):
@@ -1547,6 +1569,13 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
 
 
 @torch.no_grad()
+def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -> Transitions:
+    """Windows [M, T, G, ...] -> states to imagine from [M, T*G, ...], with histories of the present q_phi"""
+    *_, history, _ = encode_history(args, env, networks, windows, windows.history[:, 0].float())
+    return Transitions(*(x.flatten(1, 2) for x in windows._replace(history=history)))
+
+
+@torch.no_grad()
 def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horizon) -> dict[str, torch.Tensor]:
     """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M] steps. -> samples [M, h,
     n, ...] as make_ppo_batch reads them; `mask`: the rollout had neither ended nor been cut before the step"""
@@ -1807,8 +1836,11 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
     """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
     row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"steps": step, **finite}) + "\n")
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({"steps": step, **finite}) + "\n")
+    except OSError as error:
+        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -1881,30 +1913,138 @@ class Timer:
         return dict(found)
 
 
-def save_checkpoint(path: Path, content: dict) -> None:
-    """Writes under another name first: what stands at `path` is always whole"""
-    torch.save(content, f"{path}.part")
-    os.replace(f"{path}.part", path)
+def check_run_flags(args) -> None:
+    """Refuses what would fail only later"""
+    folder = Path(args.run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
+    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
+    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
+    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "checkpoint") -> dict:
-    if not Path(path).is_file():
-        raise ValueError(f"there is no {what} {path}")
+@contextlib.contextmanager
+def lock_folder(folder: Path):
+    """Keeps other processes out of a run's folder until this one ends, however it ends"""
+    with open(folder / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def stop_requests():
+    """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
+    asked, before = [], {}
+
+    def ask(number, _):
+        asked.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        size, reason = Path(path).stat().st_size, str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} is no readable {what}, perhaps cut short ({size} bytes): {reason}") from error
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    try:
+        torch.save(content, f"{path}.part")
+        with open(f"{path}.part", "r+b") as file:
+            file.write(hashlib.file_digest(file, "sha256").digest())
+        os.replace(f"{path}.part", path)
+    except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
+        reason = str(error).split("\n")[0]
+        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+
+
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
+    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
+    data = Path(path).read_bytes()
+    whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
+    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    if found != expected:
-        raise ValueError(f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    for key in keys:
+        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    for name, x in tree_leaves_with_path(saved):
+        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
 
+def load_args(path: str, saved: dict, **changes) -> Args:
+    """The flags of a checkpoint, with changes"""
+    try:
+        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+        validate(args)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+    return args
+
+
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint"""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if json.loads(line)["steps"] <= last_step))
+    """Drops what was logged after the checkpoint, whatever it is"""
+    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+    for line in lines:
+        steps.append(math.inf)  # broken
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            steps[-1] = float(json.loads(line)["steps"])
+    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
+    for number in range(keep):
+        if steps[number] == math.inf:
+            print(f"{path}: line {number + 1} is broken, it is left out")
+    if keep == 0 < last_step:
+        print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
+    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
+    Path(f"{path}.part").write_text("".join(kept))
+    os.replace(f"{path}.part", path)
+
+
+@contextlib.contextmanager
+def open_run(args, label: str, checkpoint: dict | None, step: int):
+    """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
+    where its checkpoint lies, also if that was moved or copied"""
+    seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
+    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+        stamp += 1
+    folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+    if checkpoint:
+        first, names = Path(args.resume).resolve().parent, checkpoint["folders"]
+        if first.name != names[0]:
+            names = [f"{first.name}__{seed}" for seed in seeds]
+        folders = [first, *(first.parent / name for name in names[1:])]
+    folders[0].mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock_folder(folders[0]))
+        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            if not (folder / "args.json").exists():
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+            if checkpoint:
+                truncate_metrics(folder / "metrics.jsonl", step)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
+        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        for writer in writers:
+            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            with never_fatal("write to TensorBoard"):
+                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+        yield folders, writers
 
 
 def init_ranks(device: torch.device) -> tuple[int, int, torch.device]:
@@ -1951,7 +2091,10 @@ class TrainState:
     def tensors(self) -> dict:
         networks = {name: x.state_dict() for name, x in self.networks._asdict().items() if x is not None}
         optimizers = {name: dict(enumerate(x.state.values())) for name, x in self.optimizers.items()}
-        own = {"rollout_state": self.rollout_state, "eps": self.eps, "horizon": self.horizon}
+        random = {"cpu": torch.get_rng_state()}
+        if self.env.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.env.device)
+        own = {"rollout_state": self.rollout_state, "eps": self.eps, "horizon": self.horizon, "random": random}
         return {"networks": networks, "optimizers": optimizers, **own}
 
     def parts(self) -> dict:
@@ -1959,16 +2102,13 @@ class TrainState:
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict:
-        random = {"cpu": torch.get_rng_state()}
-        if self.env.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.env.device)
-        return self.tensors() | {name: part.state_dict() for name, part in self.parts().items()} | {"random": random}
+        return self.tensors() | {name: part.state_dict() for name, part in self.parts().items()}
 
     def load_state_dict(self, saved: dict) -> None:
         """Everything in place, before a CUDA graph looks for it there"""
         game.copy_nested_(self.tensors(), saved)
         for name, part in self.parts().items():
-            part.load_state_dict(saved[name])
+            part.load_state_dict(saved.get(name))
         torch.set_rng_state(saved["random"]["cpu"])
         if self.env.device.type == "cuda":
             torch.cuda.set_rng_state(saved["random"]["cuda"], self.env.device)
@@ -1977,6 +2117,9 @@ class TrainState:
 def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], device, rank=0, watch=False) -> TrainState:
     """Everything allocated. tables: who sits where, N names for each block of --num-envs games. watch: rule-based
     players play, the learners look on"""
+    rows = len(tables) * args.num_envs * args.num_steps * args.config.num_players
+    size = 8 * rows * (300 + math.prod(args.config.observation_shape))
+    torch.empty(min(size, 1 << 60), dtype=torch.uint8, device=device)  # fails at once where a rollout would not fit
     torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + watch)
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
     decay = history_decay(args)
@@ -2008,16 +2151,19 @@ def tile_weights(weights: dict[str, torch.Tensor], members: int, index) -> dict[
     return {name: x.unflatten(0, (-1, members))[index].flatten(0, 1) for name, x in weights.items()}
 
 
-def load_pretrained(path: str, expected: str, args: Args, networks: Networks) -> None:
+def load_pretrained(path: str, expected: str, names: tuple, args: Args, networks: Networks) -> None:
     """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
-    saved, here = load_checkpoint(path, expected, "checkpoint of pretraining"), vars(args) | vars(args.config)
+    saved, here = (
+        load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining"),
+        vars(args) | vars(args.config),
+    )
     pairs = [(name, there, here[name]) for name, there in saved["must_match"].items()]
     differs = [f"{name} {there} (asked for: {here})" for name, there, here in pairs if there != here]
     if differs:
         raise ValueError(f"{path} does not fit: {', '.join(differs)}")
-    for name, weights in saved["networks"].items():
-        members = args.wm_ensemble if name == "world" else 1
-        there = len(next(iter(weights.values()))) // members
+    for name in names:
+        weights, members = saved["networks"].get(name, {}), args.wm_ensemble if name == "world" else 1
+        there = min((len(x) for x in weights.values()), default=1) // members
         index = torch.arange(len(getattr(networks, name)) // members) % max(1, there)
         getattr(networks, name).load_state_dict(tile_weights(weights, members, index))
 
@@ -2031,10 +2177,10 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     networks, optimizers, replay = watch.networks, watch.optimizers, watch.replay
     rates = {"opponents": 3e-3} | ({"world": 2e-3} if networks.world is not None else {})
     if args.vae_checkpoint:
-        load_pretrained(args.vae_checkpoint, "subgoals-4", args, networks)
+        load_pretrained(args.vae_checkpoint, "subgoals-5", ("prior", "inference", "moa", "moa_prior"), args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
-        load_pretrained(args.world_model_checkpoint, "world-model-5", args, networks)
+        load_pretrained(args.world_model_checkpoint, "world-model-6", ("world",), args, networks)
         rates.pop("world")
 
     def play():
@@ -2113,7 +2259,8 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
     if args.imagination and args.ppo_real_ratio < 1:
         real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
         steps = args.num_steps * transitions.done.shape[2] * (1 - real_ratio) / real_ratio
-        start = state.replay.sample(max(1, round(steps / args.imagination_horizon)), window=False)
+        games = math.ceil(steps / args.imagination_horizon / args.num_steps)
+        start = replayed_states(args, env, networks, state.replay.sample(games, window=True))
         start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
         mask = learner_mask(env.config, start.board)
         imagined = make_ppo_batch(args, imagine(args, env, networks, start, mask, state.horizon), real=False)
@@ -2132,27 +2279,12 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
 # ---- Main
 
 
-def make_run_folders(args: Args, seeds: list[int]) -> list[Path]:
-    """One folder per seed, each with the flags"""
-    stamp = int(time.time())
-    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-        stamp += 1
-    setting = f"{args.config.setting}_{args.method}"
-    folders = [Path(args.run_dir) / f"{args.exp_name}__{setting}__{seed}__{stamp}" for seed in seeds]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
-        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    return folders
-
-
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
-    started, iteration, seconds = time.time(), 0, 0.0
-    checkpoint = load_checkpoint(args.resume) if args.resume else None
-    if checkpoint:
-        saved = checkpoint["args"] | {"device": args.device, "resume": args.resume}
-        args = Args(**saved | {"config": StagHuntConfig(**saved["config"])})
+    started, iteration, seconds, checkpoint = time.time(), 0, 0.0, None
+    if args.resume is not None:
+        checkpoint = load_checkpoint(args.resume)
+        args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
     rank, world, device = init_ranks(game.resolve_device(args.device))
     if args.num_envs % world:
@@ -2166,23 +2298,18 @@ def main(args: Args) -> dict[str, float]:
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     table = game.seats_table(args.seats, config.num_players)
     state = make_train_state(own_args, [table] * len(seeds), seeds, device, rank)
-    say = print if rank == 0 else lambda *_, **__: None
     steps_each = args.num_envs * args.num_steps
     num_iterations = math.ceil(args.total_timesteps / steps_each)
+    say = tqdm.write if rank == 0 else lambda _: None
+    say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {world} x {device.type}")
     if checkpoint:
         state.load_state_dict(checkpoint["states"][rank])
         iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-        folders = [Path(args.resume).resolve().parent.parent / name for name in checkpoint["folders"]]
-        for folder in folders if rank == 0 else []:
-            truncate_metrics(folder / "metrics.jsonl", iteration * steps_each)
     elif state.networks.moa is not None:
-        say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates", flush=True)
+        say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
         found = pretrain(own_args, state, seeds, rank)
         shown = (f"{name} {value:.4g}" for name, value in found.items() if not DETAILS.match(name))
-        say(f"on fresh rule-based games: {', '.join(shown)}", flush=True)
-    if not checkpoint:
-        folders = gather_ranks(make_run_folders(args, seeds) if rank == 0 else None)[0]
-    writers = [SummaryWriter(folder, purge_step=iteration * steps_each + 1) for folder in folders if rank == 0]
+        say(f"on fresh rule-based games: {', '.join(shown)}")
 
     def due(iteration):  # which models are trained
         return iteration % args.wm_period == 0, iteration % args.subgoal_period == 0
@@ -2199,6 +2326,13 @@ def main(args: Args) -> dict[str, float]:
         state.metrics.read()
         iterations = {kind: capture(function, state.env, True) for kind, function in iterations.items()}
 
+    def open_folders():
+        found = [], []
+        if rank == 0:
+            found = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
+        say(f"ready after {ready:.1f} s; run folder {found[0][0] if found[0] else ''}")
+        return gather_ranks(found[0])[0], found[1]
+
     def save(name="checkpoint.pt"):
         states = gather_ranks(tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict()))
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "iteration": iteration, "device": device.type}
@@ -2208,53 +2342,60 @@ def main(args: Args) -> dict[str, float]:
             save_checkpoint(folders[0] / name, content | {"seconds": seconds})
         gather_ranks(None)  # nobody goes on, or ends, before it is written
 
-    ready, shown_device = time.time() - started, device if world == 1 else f"{world} ranks of {device.type}"
-    say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {shown_device}")
-    say(f"ready after {ready:.1f} s; run folder {folders[0]}", flush=True)
-    flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
-    for writer in writers:
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", iteration * steps_each)
-    bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
-    rows, began, last_save = [{}], time.time() - seconds, time.time()
-    while iteration < num_iterations:
-        learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * iteration / num_iterations)
-        state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
-        state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
-        samples = iterations[due(iteration)]()
-        iteration += 1
-        if iteration % args.log_every and iteration < num_iterations:
-            continue
-        metrics, step = state.metrics.read(), iteration * steps_each
-        seconds = time.time() - began
-        rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
-        for seed, problem in enumerate(map(find_bad_metric, rows)):
-            if problem:
-                save("checkpoint_bad.pt")
-                bar.close()
-                where = f"seed {seeds[seed]}, iteration {iteration}; see {folders[0]}/checkpoint_bad.pt"
-                raise FloatingPointError(f"{problem} ({where})")
-        extra = {"charts/SPS": step / seconds, "charts/learning_rate": learning_rate, "time/training": seconds}
-        extra |= samples["timer"].seconds() | {"time/ready": ready}
-        for folder, writer, row in zip(folders, writers, rows, strict=False):
-            write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
-        mean = {name: np.mean([row[f"charts/{name}"] for row in rows]) for name in ("episodic_return", "stag_share")}
-        bar.set_postfix_str(f"return {mean['episodic_return']:.3f}, stag share {mean['stag_share']:.2f}", refresh=False)
-        bar.update(step - bar.n)
-        if iteration == num_iterations or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
-            save()
-            last_save = time.time()
-        pictures = args.num_pictures * iteration // num_iterations
-        if writers and pictures > args.num_pictures * (iteration - args.log_every) // num_iterations:
-            with never_fatal("draw"):
-                draw_pictures(state, samples, metrics, writers, step)
-        began = time.time() - seconds  # pictures and checkpoints are no training
-    bar.close()
-    for writer, row in zip(writers, rows, strict=False):
-        with never_fatal("write to TensorBoard"):
-            if row:
-                writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")
-            writer.close()
+    ready, step, rows, asked = time.time() - started, iteration * steps_each, [{}], False
+    with contextlib.ExitStack() as held:
+        folders, writers = open_folders() if checkpoint else ([], [])
+        stop = held.enter_context(stop_requests())
+        bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
+        held.enter_context(bar)
+        began, last_save = time.time() - seconds, time.time()
+        while iteration < num_iterations and not asked:
+            learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * iteration / num_iterations)
+            state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
+            state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
+            samples = iterations[due(iteration)]()
+            iteration += 1
+            asked = any(gather_ranks(bool(stop)))
+            last = asked or iteration == num_iterations
+            if iteration % args.log_every and not last:
+                continue
+            if not folders:  # the first thing on disk, now that everything is allocated
+                folders, writers = open_folders()
+            metrics, step = state.metrics.read(), iteration * steps_each
+            seconds = time.time() - began
+            rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
+            for seed, problem in zip(seeds, map(find_bad_metric, rows), strict=True):
+                if problem:
+                    save("checkpoint_bad.pt")
+                    where = f"seed {seed}, iteration {iteration}; see {folders[0]}/checkpoint_bad.pt"
+                    raise FloatingPointError(f"{problem} ({where})")
+            extra = {"charts/SPS": step / seconds, "charts/learning_rate": learning_rate, "time/training": seconds}
+            extra |= samples["timer"].seconds() | {"time/ready": ready}
+            for folder, writer, row in zip(folders, writers, rows, strict=False):
+                write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
+            means = {
+                name: np.mean([row[f"charts/{name}"] for row in rows]) for name in ("episodic_return", "stag_share")
+            }
+            bar.set_postfix_str(
+                "return {episodic_return:.3f}, stag share {stag_share:.2f}".format(**means), refresh=False
+            )
+            bar.update(step - bar.n)
+            if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
+                save()
+                last_save = time.time()
+            pictures = args.num_pictures * iteration // num_iterations
+            if writers and pictures > args.num_pictures * (iteration - args.log_every) // num_iterations:
+                with never_fatal("draw"):
+                    draw_pictures(state, samples, metrics, writers, step)
+            began = time.time() - seconds  # pictures and checkpoints are no training
+        flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
+        for writer, row in zip(writers, [] if asked else rows, strict=False):
+            with never_fatal("write to TensorBoard"):
+                if row:
+                    writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")
+    if asked and iteration < num_iterations:
+        say(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+        raise SystemExit(128 + (stop or [signal.SIGTERM])[0])
     say(f"{seconds:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
     return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}

@@ -17,12 +17,18 @@ Axes: S seeds (one model each), R trajectories of T steps, n samples, N seats, P
 import contextlib
 import csv
 import dataclasses
+import fcntl
 import functools
+import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import re
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,14 +42,15 @@ from torch import nn
 from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "subgoals-4"  # of a checkpoint
+FORMAT = "subgoals-5"  # of a checkpoint
+KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
     "state only": "moa_prior",
     "with history": "moa",
@@ -126,10 +133,9 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config
     game.check_ranges(args)
+    check_run_flags(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    if Path(args.run_dir).exists() and not Path(args.run_dir).is_dir():
-        raise ValueError(f"--run-dir {args.run_dir} is not a folder")
     if config.num_cells > 255:
         raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
     if args.goal_kind == "discrete" and args.goal_dim < 2:
@@ -553,7 +559,8 @@ def classifier_metrics(probs: np.ndarray, action: np.ndarray) -> tuple[dict[str,
         "top1": right.mean(),
         "top3": (np.argsort(-probs, 1, kind="stable")[:, :3] == action[:, None]).any(1).mean(),
         "nll": -np.log(np.maximum(own, 1e-12)).mean(),
-        "ece": abs(np.bincount(np.minimum((confidence * 15).astype(int), 14), confidence - right)).sum() / len(action),
+        "ece": abs(np.bincount(np.minimum((np.nan_to_num(confidence) * 15).astype(int), 14), confidence - right)).sum()
+        / len(action),
         "macro_f1": per_action["f1"][count > 0].mean(),
     }
     figures |= {f"{name}/{a}": per_action[name][a] for name in PER_ACTION for a in range(NUM_ACTIONS)}
@@ -638,8 +645,11 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
     """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
     row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"steps": step, **finite}) + "\n")
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({"steps": step, **finite}) + "\n")
+    except OSError as error:
+        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -715,60 +725,153 @@ def train_epoch(args: Args, config, models: dict, optimizer, data: Trajectories,
     return {name: (value / samples).tolist() for name, value in sums.items()}
 
 
-def save_checkpoint(path: Path, content: dict) -> None:
-    """Writes under another name first: what stands at `path` is always whole"""
-    torch.save(content, f"{path}.part")
-    os.replace(f"{path}.part", path)
+def check_run_flags(args) -> None:
+    """Refuses what would fail only later"""
+    folder = Path(args.run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
+    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
+    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
+    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "checkpoint") -> dict:
-    if not Path(path).is_file():
-        raise ValueError(f"there is no {what} {path}")
+@contextlib.contextmanager
+def lock_folder(folder: Path):
+    """Keeps other processes out of a run's folder until this one ends, however it ends"""
+    with open(folder / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def stop_requests():
+    """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
+    asked, before = [], {}
+
+    def ask(number, _):
+        asked.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        size, reason = Path(path).stat().st_size, str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} is no readable {what}, perhaps cut short ({size} bytes): {reason}") from error
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    try:
+        torch.save(content, f"{path}.part")
+        with open(f"{path}.part", "r+b") as file:
+            file.write(hashlib.file_digest(file, "sha256").digest())
+        os.replace(f"{path}.part", path)
+    except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
+        reason = str(error).split("\n")[0]
+        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+
+
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
+    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
+    data = Path(path).read_bytes()
+    whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
+    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    if found != expected:
-        raise ValueError(f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    for key in keys:
+        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    for name, x in tree_leaves_with_path(saved):
+        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
 
+def load_args(path: str, saved: dict, **changes) -> Args:
+    """The flags of a checkpoint, with changes"""
+    try:
+        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+        validate(args)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+    return args
+
+
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint"""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if json.loads(line)["steps"] <= last_step))
+    """Drops what was logged after the checkpoint, whatever it is"""
+    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+    for line in lines:
+        steps.append(math.inf)  # broken
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            steps[-1] = float(json.loads(line)["steps"])
+    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
+    for number in range(keep):
+        if steps[number] == math.inf:
+            print(f"{path}: line {number + 1} is broken, it is left out")
+    if keep == 0 < last_step:
+        print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
+    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
+    Path(f"{path}.part").write_text("".join(kept))
+    os.replace(f"{path}.part", path)
 
 
-def open_run(args: Args, label: str, checkpoint: dict | None) -> tuple[list[Path], list[SummaryWriter]]:
-    """One folder per seed: new ones with args.json, or those of the resumed run without what was logged afterwards"""
-    if checkpoint:
-        folders = [Path(args.resume).resolve().parent.parent / name for name in checkpoint["folders"]]
-        for folder in folders:
-            truncate_metrics(folder / "metrics.jsonl", checkpoint["step"])
-        return folders, [SummaryWriter(folder, purge_step=checkpoint["step"] + 1) for folder in folders]
-    stamp = int(time.time())
+@contextlib.contextmanager
+def open_run(args, label: str, checkpoint: dict | None, step: int):
+    """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
+    where its checkpoint lies, also if that was moved or copied"""
+    seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
-    seeds = range(args.seed, args.seed + args.num_seeds)
     folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
-    writers = [SummaryWriter(folder) for folder in folders]
-    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
-    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-    for folder, writer in zip(folders, writers, strict=True):
-        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}")
-    return folders, writers
+    if checkpoint:
+        first, names = Path(args.resume).resolve().parent, checkpoint["folders"]
+        if first.name != names[0]:
+            names = [f"{first.name}__{seed}" for seed in seeds]
+        folders = [first, *(first.parent / name for name in names[1:])]
+    folders[0].mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock_folder(folders[0]))
+        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            if not (folder / "args.json").exists():
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+            if checkpoint:
+                truncate_metrics(folder / "metrics.jsonl", step)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
+        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        for writer in writers:
+            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            with never_fatal("write to TensorBoard"):
+                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+        yield folders, writers
+
+
+def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
+    try:
+        optimizer.load_state_dict(saved)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final figures, averaged over seeds, as {"with history/top1": ...}."""
     started, epoch, checkpoint = time.time(), 0, None
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, FORMAT, "VAE checkpoint")
-        saved = checkpoint["args"] | {"device": args.device, "resume": args.resume}
-        args = Args(**saved | {"config": StagHuntConfig(**saved["config"])})
+    if args.resume is not None:
+        checkpoint = load_checkpoint(args.resume, what="VAE checkpoint")
+        args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config, device = validate(args), game.resolve_device(args.device)
     if checkpoint and checkpoint["device"] != device.type:
         raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
@@ -783,11 +886,10 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
         for name, stacked in models.items():
-            stacked.load_state_dict(checkpoint["networks"][name])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+            stacked.load_state_dict(checkpoint["networks"].get(name))
+        load_optimizer(args.resume, optimizer, checkpoint["optimizer"])
         epoch, started = checkpoint["step"], started - checkpoint["seconds"]
-    folders, writers = open_run(args, f"{config.setting}_{args.goal_kind}", checkpoint)
-    print(f"{config.setting}, {args.goal_kind} subgoals, on {device}; run folder {folders[0]}", flush=True)
+    unfinished = epoch < args.epochs
 
     def save(name="checkpoint.pt"):
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": epoch}
@@ -798,33 +900,40 @@ def main(args: Args) -> dict[str, float]:
         content["must_match"] = must_match | {name: getattr(config, name) for name in board}  # where it is loaded
         save_checkpoint(folders[0] / name, content | {"folders": [folder.name for folder in folders]})
 
-    bar = tqdm(initial=epoch, total=args.epochs, unit="epoch", mininterval=1)
-    while epoch < args.epochs:
-        losses = train_epoch(args, config, models, optimizer, data, epoch)
-        epoch += 1
-        bad = [name for name, values in losses.items() if not all(math.isfinite(x) for x in values)]
-        if bad:
-            save("checkpoint_bad.pt")
-            raise FloatingPointError(f"losses/{bad[0]} is not finite; see {folders[0]}/checkpoint_bad.pt")
-        tables, _ = measure(args, config, models, Trajectories(*(x[:, :1000] for x in held_out)))
-        for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
-            row = {f"losses/{name}": values[s] for name, values in losses.items()}
-            row |= {f"{TAGS[name]}/{key}": x for name, figures in tables[s].items() for key, x in figures.items()}
-            row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            write_row(writer, folder / "metrics.jsonl", epoch, row, args.log_details)
-        now, best = (np.mean([table[name]["top1"] for table in tables]) for name in PREDICTORS[1:3])
-        bar.set_postfix_str(f"loss {np.mean(losses['total']):.4g}, top-1 {now:.4f} (ceiling {best:.4f})")
-        bar.update()
-        save()
-    bar.close()
+    run = open_run(args, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
+    with run as (folders, writers), stop_requests() as stop:
+        print(f"{config.setting}, {args.goal_kind} subgoals, on {device}; run folder {folders[0]}", flush=True)
+        with tqdm(initial=epoch, total=args.epochs, unit="epoch", mininterval=1) as bar:
+            while epoch < args.epochs and not stop:
+                losses = train_epoch(args, config, models, optimizer, data, epoch)
+                epoch += 1
+                bad = [name for name, values in losses.items() if not all(abs(x) < 1e6 for x in values)]
+                if bad or not all(p.abs().amax() < 1e6 for p in params):
+                    bad.append("total")
+                    save("checkpoint_bad.pt")
+                    raise FloatingPointError(f"losses/{bad[0]} is {losses[bad[0]]}; see {folders[0]}/checkpoint_bad.pt")
+                tables, _ = measure(args, config, models, Trajectories(*(x[:, :1000] for x in held_out)))
+                for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
+                    row = {f"losses/{name}": values[s] for name, values in losses.items()}
+                    for name, figures in tables[s].items():
+                        row |= {f"{TAGS[name]}/{key}": x for key, x in figures.items()}
+                    row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                    write_row(writer, folder / "metrics.jsonl", epoch, row, args.log_details)
+                now, best = (np.mean([table[name]["top1"] for table in tables]) for name in PREDICTORS[1:3])
+                bar.set_postfix_str(f"loss {np.mean(losses['total']):.4g}, top-1 {now:.4f} (ceiling {best:.4f})")
+                bar.update()
+                save()
+        if epoch < args.epochs:
+            print(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+            raise SystemExit(128 + stop[0])
 
-    tables, arrays = measure(args, config, models, held_out, Trajectories(*(x[:, :4000] for x in data)))
-    for folder, writer, table, drawn in zip(folders, writers, tables, arrays, strict=True):
-        write_csv(folder / "evaluation" / "final.csv", table)
-        writer.add_scalar("omg/probe_accuracy", table["with history"]["probe_accuracy"], epoch)
-        with never_fatal("draw"):
-            draw_pictures(folder, writer, drawn, epoch)
-            writer.close()
+        tables, arrays = measure(args, config, models, held_out, Trajectories(*(x[:, :4000] for x in data)))
+        for folder, writer, table, drawn in zip(folders, writers, tables, arrays, strict=True):
+            write_csv(folder / "evaluation" / "final.csv", table)
+            with never_fatal("draw"):
+                if unfinished:
+                    writer.add_scalar("omg/probe_accuracy", table["with history"]["probe_accuracy"], epoch)
+                    draw_pictures(folder, writer, drawn, epoch)
     show_table(tables)
     print(f"{time.time() - started:.1f} s in all; checkpoint, CSV and pictures in {folders[0]}")
     rows = [{f"{name}/{key}": x for name in PREDICTORS for key, x in table[name].items()} for table in tables]

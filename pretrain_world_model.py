@@ -16,11 +16,17 @@ Axes: S seeds, M = S * wm_ensemble models, G games, T steps, N seats, C planes, 
 import contextlib
 import csv
 import dataclasses
+import fcntl
+import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import re
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -33,14 +39,15 @@ from scipy import stats
 from torch import nn
 from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "world-model-5"  # of a checkpoint
+FORMAT = "world-model-6"  # of a checkpoint
+KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
 DETAILS = re.compile("wm/(per_channel_mse|reward_precision)/")  # logged only with --log-details
@@ -126,10 +133,10 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config, weights = args.config, args.wm_channel_weights
     game.check_ranges(args)
+    check_run_flags(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
     rules = [  # what must hold, and what to say if it does not
-        (not Path(args.run_dir).exists() or Path(args.run_dir).is_dir(), f"--run-dir {args.run_dir} is not a folder"),
         (not config.prosocial or args.wm_head == "pixel",
          "--prosocial rewards depend on the whole board, unseen by the structured head: --wm-head pixel"),
         (weights is None or args.wm_head == "pixel", "--wm-channel-weights belongs to --wm-head pixel"),
@@ -573,8 +580,11 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
     """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
     row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"steps": step, **finite}) + "\n")
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({"steps": step, **finite}) + "\n")
+    except OSError as error:
+        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -702,71 +712,165 @@ def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last
     return total / (last - first)
 
 
-def save_checkpoint(path: Path, content: dict) -> None:
-    """Writes under another name first: what stands at `path` is always whole"""
-    torch.save(content, f"{path}.part")
-    os.replace(f"{path}.part", path)
+def check_run_flags(args) -> None:
+    """Refuses what would fail only later"""
+    folder = Path(args.run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
+    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
+    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
+    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, what: str = "checkpoint") -> dict:
-    if not Path(path).is_file():
-        raise ValueError(f"there is no {what} {path}")
+@contextlib.contextmanager
+def lock_folder(folder: Path):
+    """Keeps other processes out of a run's folder until this one ends, however it ends"""
+    with open(folder / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def stop_requests():
+    """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
+    asked, before = [], {}
+
+    def ask(number, _):
+        asked.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        size, reason = Path(path).stat().st_size, str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} is no readable {what}, perhaps cut short ({size} bytes): {reason}") from error
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    try:
+        torch.save(content, f"{path}.part")
+        with open(f"{path}.part", "r+b") as file:
+            file.write(hashlib.file_digest(file, "sha256").digest())
+        os.replace(f"{path}.part", path)
+    except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
+        reason = str(error).split("\n")[0]
+        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+
+
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
+    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
+    data = Path(path).read_bytes()
+    whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
+    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    if found != expected:
-        raise ValueError(f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
+    for key in keys:
+        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    for name, x in tree_leaves_with_path(saved):
+        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
 
+def load_args(path: str, saved: dict, **changes) -> Args:
+    """The flags of a checkpoint, with changes"""
+    try:
+        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+        validate(args)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+    return args
+
+
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint"""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if json.loads(line)["steps"] <= last_step))
+    """Drops what was logged after the checkpoint, whatever it is"""
+    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+    for line in lines:
+        steps.append(math.inf)  # broken
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            steps[-1] = float(json.loads(line)["steps"])
+    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
+    for number in range(keep):
+        if steps[number] == math.inf:
+            print(f"{path}: line {number + 1} is broken, it is left out")
+    if keep == 0 < last_step:
+        print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
+    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
+    Path(f"{path}.part").write_text("".join(kept))
+    os.replace(f"{path}.part", path)
 
 
-def open_run(args: Args, label: str, checkpoint: dict | None) -> tuple[list[Path], list[SummaryWriter]]:
-    """One folder per seed: new ones with args.json, or those of the resumed run without what was logged afterwards"""
-    if checkpoint:
-        folders = [Path(args.resume).resolve().parent.parent / name for name in checkpoint["folders"]]
-        for folder in folders:
-            truncate_metrics(folder / "metrics.jsonl", checkpoint["step"])
-        return folders, [SummaryWriter(folder, purge_step=checkpoint["step"] + 1) for folder in folders]
-    stamp = int(time.time())
+@contextlib.contextmanager
+def open_run(args, label: str, checkpoint: dict | None, step: int):
+    """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
+    where its checkpoint lies, also if that was moved or copied"""
+    seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
-    seeds = range(args.seed, args.seed + args.num_seeds)
     folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
-    writers = [SummaryWriter(folder) for folder in folders]
-    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
-    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-    for folder, writer in zip(folders, writers, strict=True):
-        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-        writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}")
-    return folders, writers
+    if checkpoint:
+        first, names = Path(args.resume).resolve().parent, checkpoint["folders"]
+        if first.name != names[0]:
+            names = [f"{first.name}__{seed}" for seed in seeds]
+        folders = [first, *(first.parent / name for name in names[1:])]
+    folders[0].mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock_folder(folders[0]))
+        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            if not (folder / "args.json").exists():
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+            if checkpoint:
+                truncate_metrics(folder / "metrics.jsonl", step)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
+        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        for writer in writers:
+            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            with never_fatal("write to TensorBoard"):
+                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+        yield folders, writers
+
+
+def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
+    try:
+        optimizer.load_state_dict(saved)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
     started, update, checkpoint = time.time(), 0, None
-    if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args.resume or args.evaluate, FORMAT, "world-model checkpoint")
+    path = args.evaluate if args.resume is None else args.resume
+    if path is not None:
+        checkpoint = load_checkpoint(path, what="world-model checkpoint")
         kept = {name: getattr(args, name) for name in ("device", "resume", "evaluate", "evaluate_board")}
-        saved = checkpoint["args"] | kept
-        args = Args(**saved | {"config": StagHuntConfig(**saved["config"])})
+        args = load_args(path, checkpoint["args"], **kept)
     config, device = validate(args), game.resolve_device(args.device)
-    if args.resume and checkpoint["device"] != device.type:
+    if args.resume is not None and checkpoint["device"] != device.type:
         raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     games, held_out_games = zip(*(collect_games(args, config, seed, device) for seed in seeds), strict=True)
     held_out = make_dataset(held_out_games)
     world = make_world_model(args, config, seeds, device)
     if checkpoint:
-        world.load_state_dict(checkpoint["networks"]["world"])
-    if args.evaluate:
+        world.load_state_dict(checkpoint["networks"].get("world"))
+    if args.evaluate is not None:
         folders = [Path(args.evaluate).parent / f"evaluation_{config.setting}" / f"seed_{seed}" for seed in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -777,13 +881,9 @@ def main(args: Args) -> dict[str, float]:
     watched = Dataset(*(x[:, :10_000] for x in held_out))
     optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
     if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        load_optimizer(args.resume, optimizer, checkpoint["optimizer"])
         update, started = checkpoint["step"], started - checkpoint["seconds"]
-    folders, writers = open_run(args, f"{config.setting}_{args.wm_head}", checkpoint)
-    print(
-        f"{config.setting}, {args.wm_head} head, {len(world)} model(s), on {device}; run folder {folders[0]}",
-        flush=True,
-    )
+    unfinished = update < args.num_updates
 
     def save(name="checkpoint.pt"):
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": update}
@@ -795,30 +895,37 @@ def main(args: Args) -> dict[str, float]:
         content["must_match"] = must_match | {name: getattr(config, name) for name in names}  # where it is loaded
         save_checkpoint(folders[0] / name, content)
 
-    bar = tqdm(initial=update, total=args.num_updates, unit="update", mininterval=1)
-    while update < args.num_updates:
-        last = min(update + args.log_every, args.num_updates)
-        loss = train(args, world, optimizer, data, update, last).view(args.num_seeds, -1).mean(1)
-        bar.update(last - update)
-        update = last
-        if not loss.isfinite().all():
-            save("checkpoint_bad.pt")
-            raise FloatingPointError(f"losses/world_model is {loss.tolist()}; see {folders[0]}/checkpoint_bad.pt")
-        rows = measure(world, config, watched)
-        for row, folder, writer, value in zip(rows, folders, writers, loss.tolist(), strict=True):
-            metrics = {"losses/world_model": value} | {f"wm/{name}": x for name, x in row.items()}
-            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            write_row(writer, folder / "metrics.jsonl", update, metrics, args.log_details)
-        exact = np.mean([row["exact_match"] for row in rows])
-        bar.set_postfix_str(f"loss {float(loss.mean()):.4g}, exact match {exact:.4%}")
-        save()
-    bar.close()
+    run = open_run(args, f"{config.setting}_{args.wm_head}", checkpoint, update)
+    with run as (folders, writers), stop_requests() as stop:
+        what = f"{config.setting}, {args.wm_head} head, {len(world)} model(s), on {device}"
+        print(f"{what}; run folder {folders[0]}", flush=True)
+        with tqdm(initial=update, total=args.num_updates, unit="update", mininterval=1) as bar:
+            while update < args.num_updates and not stop:
+                last = min(update + args.log_every, args.num_updates)
+                loss = train(args, world, optimizer, data, update, last).view(args.num_seeds, -1).mean(1)
+                bar.update(last - update)
+                update = last
+                if not (loss.abs() < 1e6).all():
+                    save("checkpoint_bad.pt")
+                    raise FloatingPointError(
+                        f"losses/world_model is {loss.tolist()}; see {folders[0]}/checkpoint_bad.pt"
+                    )
+                rows = measure(world, config, watched)
+                for row, folder, writer, value in zip(rows, folders, writers, loss.tolist(), strict=True):
+                    metrics = {"losses/world_model": value} | {f"wm/{name}": x for name, x in row.items()}
+                    metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                    write_row(writer, folder / "metrics.jsonl", update, metrics, args.log_details)
+                exact = np.mean([row["exact_match"] for row in rows])
+                bar.set_postfix_str(f"loss {float(loss.mean()):.4g}, exact match {exact:.4%}")
+                save()
+        if update < args.num_updates:
+            print(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+            raise SystemExit(128 + stop[0])
 
-    rows = report(args, config, world, held_out_games, held_out, folders, writers, update)
-    for writer, row in zip(writers, rows, strict=True):
-        for name, value in row.items():
-            writer.add_scalar(f"wm_final/{name}", value, update)
-        writer.close()
+        rows = report(args, config, world, held_out_games, held_out, folders, writers if unfinished else [], update)
+        for writer, row in zip(writers, rows, strict=True):
+            for name, value in row.items() if unfinished else ():
+                writer.add_scalar(f"wm_final/{name}", value, update)
     print(f"{time.time() - started:.1f} s in all; checkpoint {folders[0]}/checkpoint.pt")
     means = {name: interval([row[name] for row in rows])[0] for name in rows[0]}
     return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}

@@ -39,6 +39,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
 
 import gymnasium
@@ -124,6 +125,7 @@ class StagHuntConfig:
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
         return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
+    @cache  # noqa: B019, a run has one config
     def payoffs(self) -> dict[float, str]:
         """Every reward that a player on the board can get in one step -> what paid it: none, hare or stag."""
         n, stag, hare, step = self.num_players, self.stag_reward, self.hare_reward, self.time_reward
@@ -942,14 +944,30 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
     return args_type(**values)
 
 
+def limit_memory() -> None:
+    """Where Linux would kill a process that asks for more memory than there is, the request fails instead"""
+    with contextlib.suppress(OSError, ImportError, StopIteration):
+        import resource
+
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + free, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., dict]) -> dict:
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2."""
-    said = io.StringIO()
+    said, sizes = io.StringIO(), ("num_envs", "num_steps", "policy_hidden", "num_simulations", "num_trees", "num_seeds")
     try:
         with contextlib.redirect_stderr(said):
             args = parse_args(sys.argv[1:])
         said = None
+        if resolve_device(getattr(args, "device", "cpu")).type == "cpu":
+            limit_memory()
         return main(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except SystemExit as stop:
         if stop.code and said is not None:  # tyro explains itself in a box, what is wrong first
             box = (line.strip("│ ") for line in said.getvalue().splitlines()[1:])
@@ -961,6 +979,14 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
             raise  # nobody wrote this message for a user: a mistake in the code, which wants its traceback
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("memory", "overflow")):
+            raise
+        flags = [
+            f"--{name.replace('_', '-')}" for name in (*sizes, "wm_ensemble", "num_samples") if hasattr(args, name)
+        ]
+        print(f"error: too large for this machine's memory; lower {', '.join(flags)} or the board", file=sys.stderr)
+        sys.exit(2)
 
 
 @dataclasses.dataclass

@@ -123,15 +123,15 @@ def deal_seats(args: Args, sets: dict) -> tuple[list[list[str]], list[int]]:
 
 def first_boards(run: Run, index: list[int], count: int = 256):
     """Transitions [M, count, ...]: first boards of games that learner index[m] has in its replay"""
-    names = run.script.Transitions._fields
-    replay = run.script.Transitions(*(run.checkpoint["states"][0]["replay"][name] for name in names))
-    pools = []
+    kept = run.script.Replay(run.args.replay_rollouts, "cpu")
+    kept.load_state_dict(run.checkpoint["states"][0]["replay"])
+    replay, pools = kept.data, []
     for m in range(replay.time.shape[1]):
         found = ((replay.time[:, m] == 0) & (replay.board[:, m].flatten(3).amax(3) > 0)).nonzero()
         if len(found) == 0:
             raise ValueError("the checkpoint's replay holds no first board of a game to imagine from")
         r, t, e = found[torch.arange(count) * max(1, len(found) // count) % len(found)].unbind(1)
-        pools.append([x[r, m, t, e] for x in replay])
+        pools.append([x[r, m, t % x.shape[2], e] for x in replay])
     return run.script.Transitions(*(torch.stack(x)[index].to(run.device) for x in zip(*pools, strict=True)))
 
 

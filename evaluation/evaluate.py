@@ -97,10 +97,7 @@ def load_run(args, words: list[str], contract: list[str]) -> Run:
     except Exception as error:
         raise ValueError(f"{path} is no checkpoint of a training script: {str(error).partition(chr(10))[0]}") from error
     script = load_script(Path(args.script or ROOT / made_by["name"]), made_by, contract)
-    checkpoint = script.load_checkpoint(path, form)
-    for name, params in checkpoint["states"][0]["networks"].items():
-        if not all(p.isfinite().all() for p in params.values()):
-            raise ValueError(f"{path}: weights of {name} are not finite")
+    checkpoint = script.load_checkpoint(path, form, ("args", "states"))
     saved = checkpoint["args"] | {"config": game.StagHuntConfig(**checkpoint["args"]["config"]), "device": args.device}
     known = saved.keys() & {field.name for field in dataclasses.fields(script.Args)}
     if saved.keys() - known:

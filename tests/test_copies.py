@@ -9,7 +9,7 @@ import stag_hunt_env
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 SCRIPTS = ("hopplus_ppo.py", "hopplus_mcts.py", "pretrain_vae.py", "pretrain_world_model.py")
 OWN = {  # each script has its own
-    *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS", "FORMAT", "DETAILS"),
+    *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS", "FORMAT", "KEYS", "DETAILS"),
     *("make_args", "parse_args", "validate", "measure", "draw_pictures", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search

@@ -559,9 +559,9 @@ def numbered(rollouts=1, m=3, steps=8, games=4, first=0):
     for r in range(first, first + rollouts):
         axes = torch.meshgrid(*(torch.arange(n) for n in (m, steps, games)), indexing="ij")
         value = 1000 * r + 100 * axes[0] + 10 * axes[1] + axes[2]
-        found.append(
-            hop.Transitions(*(value.float() if name != "done" else value < 0 for name in hop.Transitions._fields))
-        )
+        board = (value % 2).byte()[..., None, None, None].expand(-1, -1, -1, 6, 3, 4)
+        fields = dict.fromkeys(hop.Transitions._fields, value.float())
+        found.append(hop.Transitions(**fields | {"done": value < 0, "board": board, "next_board": 1 - board}))
     return found
 
 
@@ -583,7 +583,7 @@ def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
         assert (windows // 100 % 10 == torch.arange(3).view(3, 1, 1)).all() and len(windows[0, 0].unique()) > 3
     again = hop.Replay(2, CPU)
     again.load_state_dict(replay.state_dict())
-    assert same_tree(again.state_dict(), replay.state_dict())
+    assert same_tree(again.state_dict(), replay.state_dict()) and same_tree(again.data._asdict(), replay.data._asdict())
 
 
 @pytest.mark.parametrize(("ratio", "old"), [(0.0, 0), (0.25, 10), (1.0, 40)])

@@ -90,7 +90,9 @@ def test_world_model_ignores_steps_without_the_learner(monkeypatch):
 def starts(state, count=60, rollouts=2):
     for _ in range(rollouts):
         state.replay.push(play(state, state.args.num_steps)[0])
-    start = state.replay.sample(count, window=False)
+    games = -(-count // state.args.num_steps)
+    windows = state.replay.sample(games, window=True)
+    start = hop.replayed_states(state.args, state.env, state.networks, windows)
     return start, hop.learner_mask(state.env.config, start.board)
 
 
@@ -206,7 +208,7 @@ def test_imagination_stops_at_the_horizon_and_bootstraps():
 def test_imagination_stops_where_the_ensemble_disagrees():
     state = make_state(wm_ensemble=2, num_envs=12)
     start, mask = starts(state)
-    prey, differs = start.prey_position.repeat_interleave(2, 0), torch.arange(60) % 2 == 1
+    prey, differs = start.prey_position.repeat_interleave(2, 0), torch.arange(mask.shape[1]) % 2 == 1
 
     def change(board, reward, call):  # the second members, in the second step, in every other game
         if call == 1:

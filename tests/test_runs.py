@@ -65,6 +65,7 @@ def test_what_a_run_leaves_behind(method, runs):
     assert sorted(path.name for path in first.iterdir() if "tfevents" not in path.name) == [
         "args.json",
         "checkpoint.pt",
+        "lock",
         "metrics.jsonl",
     ]
     args = make_args(method, run_dir=str(folder), num_seeds=2, num_pictures=1, total_timesteps=90)
@@ -349,7 +350,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkey
 def test_what_was_trained_on_is_part_of_the_checkpoint(runs):
     saved = torch.load(runs["hopplus"][1]["checkpoint"], weights_only=True)["states"][0]
     assert saved["replay"]["pushed"] == 3 and saved["offline_replay"]["pushed"] == 2
-    assert saved["replay"]["board"].shape == (2, 6, 8, 4, 6, 3, 4)
+    assert saved["replay"]["board_shape"].tolist() == [2, 6, 8, 4, 6, 3, 4]
     assert saved["optimizers"]["policy"][0]["step"] == 3 * 2 * 2
     assert saved["networks"]["world"]["trunk.0.weight"].shape[0] == 6
 
@@ -368,7 +369,7 @@ def files(runs, tmp_path_factory):
     }
     for name, content in contents.items():
         found[name] = folder / f"{name}.pt"
-        torch.save(content, found[name])
+        hop.save_checkpoint(found[name], content)
     found["cut"], found["text"] = folder / "cut.pt", folder / "text.pt"
     found["cut"].write_bytes(checkpoint.read_bytes()[:-5000])
     found["text"].write_text("not a checkpoint")
@@ -378,16 +379,16 @@ def files(runs, tmp_path_factory):
 REFUSED_FILES = [
     ({"resume": "missing"}, "there is no checkpoint"),
     ({"resume": "folder"}, "there is no checkpoint"),
-    ({"resume": "cut"}, "no readable checkpoint, perhaps cut short"),
-    ({"resume": "text"}, "no readable checkpoint"),
+    ({"resume": "cut"}, "cut short or no checkpoint: its checksum is wrong"),
+    ({"resume": "text"}, "its checksum is wrong"),
     ({"resume": "other format"}, "its format is 'hopplus-0', not"),
     ({"resume": "list"}, "its format is 'list'"),
     ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
     ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
     ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
-    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-4'"),
+    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-5'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-5'"),
+    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-6'"),
 ]
 
 
@@ -406,9 +407,9 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     weights = saved["states"][0]["networks"]
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
-    for name, form, networks in (("vae", "subgoals-4", vae), ("world", "world-model-5", {"world": pick["world"]})):
+    for name, form, networks in (("vae", "subgoals-5", vae), ("world", "world-model-6", {"world": pick["world"]})):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
-        torch.save(content, tmp_path / f"{name}.pt")
+        hop.save_checkpoint(tmp_path / f"{name}.pt", content)
     started, train_iteration = [], hop.train_iteration
 
     def watched(state, *due):
@@ -533,8 +534,8 @@ BAD_FLAGS = [
     ("--num-players 9", "--num-players must be 2 to 8"),
     ("--method ppo --vae-checkpoint vae.pt", "--vae-checkpoint needs"),
     ("--method ppo-omg --world-model-checkpoint wm.pt", "--world-model-checkpoint needs --imagination"),
-    ("--resume nowhere.pt", "there is no checkpoint nowhere.pt"),
-    ("--run-dir setup.py", "is not a folder"),
+    ("--resume nowhere.pt", "there is no checkpoint 'nowhere.pt'"),
+    ("--run-dir setup.py", "is no folder that can be written to"),
 ]
 
 

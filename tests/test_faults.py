@@ -1,0 +1,342 @@
+"""Nothing is lost: kills, Ctrl-C, full disks, flipped bits, two resumes, moved and copied folders, damaged files"""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY_CONFIG, TINY_FLAGS, lines_of, same_tree, without_times
+
+import hopplus_mcts
+import hopplus_ppo as hop
+import pretrain_vae
+import pretrain_world_model
+
+ROOT = Path(hop.__file__).resolve().parent
+PPO = {**TINY_FLAGS, "num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0}
+
+
+def run(folder, **changes):
+    return hop.main(hop.make_args("ppo", "cpu", **{**PPO, "run_dir": str(folder), **changes}))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run, half of it, and its folder"""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, num_seeds=2)
+    return folder
+
+
+def half_run(folder, **changes):
+    """A run of which the second half is lost -> its checkpoint"""
+    made, train_iteration = [], hop.train_iteration
+
+    def dies(state, *due):
+        made.append(1)
+        if len(made) == 4:
+            raise ZeroDivisionError("killed")
+        return train_iteration(state, *due)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(hop, "train_iteration", dies)
+        run(folder, **changes)
+    return next(folder.glob("*__1__*/checkpoint.pt"))
+
+
+def resume(checkpoint):
+    return hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint)))
+
+
+def states(path):
+    return torch.load(path, weights_only=True)["states"]
+
+
+def first_folder(folder):
+    return next(folder.glob("*__1__*"))
+
+
+def same_as_whole(checkpoint, whole):
+    ours, theirs = checkpoint.parent, first_folder(whole)
+    rows = [without_times(lines_of(path)) for path in (ours, theirs)]
+    return same_tree(states(checkpoint), states(theirs / "checkpoint.pt")) and rows[0] == rows[1]
+
+
+def test_lines_after_the_checkpoint_are_dropped_whatever_they_are(whole, tmp_path, capsys):
+    checkpoint = half_run(tmp_path, num_seeds=2)
+    with open(checkpoint.parent / "metrics.jsonl", "a") as file:
+        file.write('{"steps": 256, "charts/ret')
+    resume(checkpoint)
+    assert same_as_whole(checkpoint, whole) and "broken" not in capsys.readouterr().out
+
+
+def test_a_broken_line_before_it_is_reported(tmp_path, capsys):
+    checkpoint = half_run(tmp_path)
+    path = checkpoint.parent / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1][:40]
+    path.write_text("\n".join(lines) + "\n")
+    resume(checkpoint)
+    assert f"{path}: line 2 is broken" in capsys.readouterr().out
+    assert [line["steps"] for line in lines_of(checkpoint.parent)] == [64, 192, 256, 320, 384]
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_lost_metrics_are_said(how, tmp_path, capsys):
+    checkpoint = half_run(tmp_path)
+    path = checkpoint.parent / "metrics.jsonl"
+    path.unlink() if how == "missing" else path.write_text("")
+    resume(checkpoint)
+    assert f"{path} is missing or empty" in capsys.readouterr().out and len(lines_of(checkpoint.parent)) == 3
+
+
+def test_a_write_that_fails_leaves_the_metrics(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"steps": 1}\n')
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError):
+        hop.truncate_metrics(path, 0)
+    assert path.read_text() == '{"steps": 1}\n'
+
+
+WORDS = [
+    *("--device", "cpu", "--method", "ppo", "--num-envs", "8", "--num-steps", "8", "--policy-hidden", "8"),
+    *("--height", "3", "--total-timesteps", "100000000", "--num-pictures", "0", "--update-epochs", "1"),
+]
+
+
+def start(folder, *words, script="hopplus_ppo.py"):
+    command = [sys.executable, str(ROOT / script), "--run-dir", str(folder), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(folder, pattern, seconds=60):
+    for _ in range(20 * seconds):
+        if found := list(folder.glob(pattern)):
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no {pattern} after {seconds} s")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_leaves_a_checkpoint_and_says_how_to_go_on(number, code, tmp_path):
+    process = start(tmp_path, *WORDS, "--save-seconds", "1000")
+    wait_for(tmp_path, "*/metrics.jsonl")
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+    assert process.returncode == code
+    assert said.splitlines()[-1].endswith(f"--resume {checkpoint}") and said.splitlines()[-1].startswith(
+        "stopped; go on"
+    )
+    saved = hop.load_checkpoint(checkpoint)
+    assert saved["iteration"] * 64 == lines_of(checkpoint.parent)[-1]["steps"]
+
+
+def test_a_killed_run_goes_on_bit_for_bit_and_only_one_process_may(whole, tmp_path):
+    process = start(tmp_path, *WORDS, "--save-seconds", "0")
+    checkpoint = wait_for(tmp_path, "*/checkpoint.pt")
+    with pytest.raises(ValueError, match=rf"in use by process {process.pid} on "):
+        resume(checkpoint)
+    time.sleep(random.random())
+    process.kill()
+    process.communicate()
+    kept = shutil.copytree(checkpoint.parent, tmp_path / "kept") / "checkpoint.pt"
+    iteration, found = hop.load_checkpoint(kept)["iteration"], []
+    for path in (checkpoint, kept):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hop.math, "ceil", lambda x, up=hop.math.ceil: iteration + 3 if x > 1e5 else up(x))
+            resume(path)
+        found.append(states(path))
+    assert same_tree(*found) and hop.load_checkpoint(kept)["iteration"] == iteration + 3
+
+
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_a_run_goes_on_where_its_checkpoint_lies(how, whole, tmp_path):
+    checkpoint = half_run(tmp_path / "runs", num_seeds=2)
+    before = {path: path.read_bytes() for path in checkpoint.parent.parent.rglob("*") if path.is_file()}
+    there = tmp_path / "elsewhere" / "renamed"
+    shutil.copytree(checkpoint.parent, there)
+    if how == "moved":
+        shutil.rmtree(checkpoint.parent.parent)
+    resume(there / "checkpoint.pt")
+    assert same_as_whole(there / "checkpoint.pt", whole)
+    if how == "copied":
+        assert before == {path: path.read_bytes() for path in checkpoint.parent.parent.rglob("*") if path.is_file()}
+    assert (there.parent / "renamed__2" / "metrics.jsonl").exists(), "the second seed's, beside it"
+
+
+def test_every_flipped_bit_is_noticed(whole, tmp_path):
+    data = (first_folder(whole) / "checkpoint.pt").read_bytes()
+    path, choose = tmp_path / "checkpoint.pt", random.Random(1)
+    for _ in range(100):
+        place = choose.randrange(len(data))
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << choose.randrange(8)]) + data[place + 1 :])
+        with pytest.raises(ValueError, match=r"checkpoint\.pt .* its checksum is wrong"):
+            hop.load_checkpoint(path)
+
+
+def change(*path, to=None):
+    """An edit of a checkpoint: what lies at `path` goes, or becomes `to` of it"""
+
+    def edit(saved):
+        for key in path[:-1]:
+            saved = saved[key]
+        if to is None:
+            del saved[path[-1]]
+        else:
+            saved[path[-1]] = to(saved.get(path[-1]) if isinstance(saved, dict) else saved[path[-1]])
+
+    return edit
+
+
+POLICY = ("states", 0, "networks", "policy", "actor.0.weight")
+DAMAGE = {
+    "states is missing": change("states"),
+    "iteration is missing": change("iteration"),
+    "networks.policy.actor.0.weight is missing": change(*POLICY),
+    "rollout_state is missing": change("states", 0, "rollout_state"),
+    "position is missing": change("states", 0, "env", "state.position"),
+    "random is missing": change("states", 0, "random"),
+    "kinds is missing": change("states", 0, "seats"),
+    "unexpected keyword argument 'colour'": change("args", "colour", to=lambda _: "red"),
+    "its flags are not those of this script": change("args", "gamma", to=lambda _: "high"),
+    "was saved as torch.float32 [6, 8, 2]": change(*POLICY, to=lambda x: x[..., :2]),
+    "was saved as torch.float64": change(*POLICY, to=lambda x: x.double()),
+    "holds values that are no numbers": change(*POLICY, to=lambda x: x * torch.nan),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_damaged_checkpoints_are_refused_by_name(said, whole, tmp_path):
+    saved = torch.load(first_folder(whole) / "checkpoint.pt", weights_only=True)
+    DAMAGE[said](saved)
+    hop.save_checkpoint(tmp_path / "checkpoint.pt", saved)
+    with pytest.raises(ValueError) as error:
+        resume(tmp_path / "checkpoint.pt")
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt"]
+
+
+def test_models_with_weights_missing_are_refused(tmp_path):
+    args = hop.make_args("hopplus", "cpu", **{**TINY_FLAGS, "run_dir": str(tmp_path / "runs")})
+    state = hop.make_train_state(args, [["learner"] * 3], [1], torch.device("cpu"), watch=True)
+    weights = state.networks.world.state_dict()
+    content = {"format": "world-model-6", "must_match": {}, "networks": {"world": dict(list(weights.items())[:6])}}
+    hop.save_checkpoint(tmp_path / "world.pt", content)
+    with pytest.raises(ValueError, match="is missing in what was saved"):
+        hop.main(hop.dataclasses.replace(args, world_model_checkpoint=str(tmp_path / "world.pt")))
+    assert not (tmp_path / "runs").exists()
+
+
+BAD = [
+    ("--exp-name ../evil", "--exp-name must be a name"),
+    ("--exp-name /x", "--exp-name must be a name"),
+    (f"--exp-name {'x' * 300}", "--exp-name must be a name"),
+    ("--resume=", "there is no"),
+    ("--run-dir=", "--run-dir '' is no folder"),
+    ("--run-dir /proc/nowhere", "--run-dir '/proc/nowhere' is no folder"),
+    ("--seed 99999999999999999999", "--seed must be below 2**40"),
+    ("--max-wall-pieces 100000", "--max-wall-pieces 100000 is more than"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words[:30] for words, _ in BAD])
+@pytest.mark.parametrize("script", [hop, hopplus_mcts, pretrain_vae, pretrain_world_model], ids=lambda x: x.__name__)
+def test_flags_that_can_only_fail_later_are_refused_at_once(script, words, said, tmp_path, monkeypatch, capsys):
+    if words == "--run-dir /proc/nowhere" and os.access("/proc", os.W_OK):
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--device", "cpu", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        script.game.command_line(script.parse_args, script.main)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.err.startswith("error: ") and said in printed.err
+    assert printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ["--num-envs 50000000", "--num-steps 10000000", "--num-envs 1000000000000000"])
+def test_too_large_a_run_names_the_flags(words, tmp_path):
+    process = start(tmp_path / "runs", "--device", "cpu", *words.split())
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and not (tmp_path / "runs").exists()
+    assert errors.startswith("error: too large for this machine's memory; lower --num-envs, --num-steps")
+
+
+def test_a_full_disk_ends_in_one_line(whole, tmp_path, monkeypatch, capsys):
+    """The first checkpoint is written, the second finds no room"""
+    save, calls = torch.save, []
+
+    def full(content, path):
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file\nmore")
+        save(content, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"could not write .*checkpoint.pt, an earlier one there is untouched") as error:
+        run(tmp_path)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch, "save", save)
+    checkpoint = first_folder(tmp_path) / "checkpoint.pt"
+    assert hop.load_checkpoint(checkpoint)["iteration"] == 1
+    resume(checkpoint)
+    assert len(lines_of(checkpoint.parent)) == 6
+
+
+def test_a_folder_that_is_gone_ends_in_one_line(tmp_path, monkeypatch):
+    write_row = hop.write_row
+
+    def gone(writer, path, step, *rest):
+        if step == 128:
+            shutil.rmtree(path.parent)
+        write_row(writer, path, step, *rest)
+
+    monkeypatch.setattr(hop, "write_row", gone)
+    with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl, the last checkpoint is safe: No such file"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("script", [pretrain_vae, pretrain_world_model], ids=lambda x: x.__name__)
+def test_pretraining_that_explodes_stops(script, tmp_path, capsys):
+    sizes = (
+        {"num_samples": 500} if script is pretrain_vae else {"num_transitions": 500, "num_updates": 20, "log_every": 5}
+    )
+    values = {
+        "learning_rate": 1e30,
+        "held_out_games": 8,
+        "config": TINY_CONFIG,
+        "run_dir": str(tmp_path),
+        "device": "cpu",
+    }
+    with pytest.raises(FloatingPointError, match=r"^losses/.*checkpoint_bad\.pt$"):
+        script.main(script.dataclasses.replace(script.make_args(), **values, **sizes))
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_a_default_checkpoint_is_small(tmp_path):
+    """HOP+ with the flags of a CPU run: replay and all"""
+    args = hop.make_args("hopplus", "cpu", pretraining_updates=8)
+    state = hop.make_train_state(args, [["learner"] * 4], [1], torch.device("cpu"))
+    hop.pretrain(args, state, [1], 0)
+    for _ in range(args.replay_rollouts):
+        parts = args, state.env, state.seats, state.networks, state.rollout_state
+        state.replay.push(hop.rollout(*parts, args.num_steps)[0])
+    begun = time.perf_counter()
+    hop.save_checkpoint(tmp_path / "checkpoint.pt", {"states": [state.state_dict()]})
+    assert time.perf_counter() - begun < 1.5, "seconds"
+    assert (tmp_path / "checkpoint.pt").stat().st_size < 25e6
+
+
+def test_the_lock_is_a_line_that_a_person_can_read(whole):
+    assert json.dumps((first_folder(whole) / "lock").read_text()).startswith('"process ')
