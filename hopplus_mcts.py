@@ -285,34 +285,29 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     check_run_flags(args)
     game.resolve_device(args.device)
-    rules = [  # what must hold, and what to say if it does not
-        ("learner" in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns"),
-        (args.num_steps * args.num_envs >= args.num_minibatches, "--num-minibatches exceeds a learner's samples"),
-        (max(config.num_cells, config.final_time) <= 255, "a board has up to 255 cells, --final-time is up to 255"),
-        (models or not args.vae_checkpoint, "--vae-checkpoint needs --subgoals, --imagination or search"),
-        (world or not args.world_model_checkpoint, "--world-model-checkpoint needs --imagination or search with it"),
-        (weights is None or args.wm_head == "pixel", "--wm-channel-weights belongs to --wm-head pixel"),
-        (len(weights or range(planes)) == planes, f"--wm-channel-weights needs {planes} numbers, one per plane"),
-        (all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0"),
-        (args.subgoals != "oracle" or args.goal_dim > kinds, f"--subgoals oracle needs --goal-dim > {kinds}"),
-        (args.root == "puct" or args.policy_loss == "distill", "--root gumbel needs --policy-loss distill"),
-        (not searches or args.gamma**args.max_depth >= 1e-30, "--gamma is too small for this --max-depth"),
-        (not hop or (args.goal_kind, args.goal_dim) == ("discrete", 2), "--subgoals bayes needs 2 discrete goals"),
-        (not (hop and args.imagination), "--subgoals bayes does not imagine"),
-        (args.goal_kind == "continuous" or args.goal_dim >= 2, "--goal-kind discrete needs --goal-dim 2 or more"),
-    ]
+    refuse = game.refuse
+    learns = "learner" in game.seats_table(args.seats, config.num_players)
+    refuse(not learns, f"--seats {args.seats}: nobody learns")
+    refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
+    refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
+    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals, --imagination or search")
+    refuse(args.world_model_checkpoint and not world, "--world-model-checkpoint needs --imagination or search with it")
+    refuse(weights and args.wm_head != "pixel", "--wm-channel-weights belongs to --wm-head pixel")
+    refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
+    refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
+    refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
+    refuse(args.subgoals == "oracle" and args.goal_dim <= kinds, f"--subgoals oracle needs --goal-dim > {kinds}")
+    refuse(args.root == "gumbel" and args.policy_loss == "ppo", "--root gumbel needs --policy-loss distill")
+    refuse(searches and args.gamma**args.max_depth < 1e-30, "--gamma is too small for this --max-depth")
+    refuse(hop and (args.goal_kind, args.goal_dim) != ("discrete", 2), "--subgoals bayes needs 2 discrete goals")
+    refuse(hop and args.imagination, "--subgoals bayes does not imagine")
+    refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if world:
-        whole_board = config.prosocial and args.wm_head == "structured"
-        measured = args.imagination_horizon <= args.num_steps
-        rules += [
-            (args.ppo_real_ratio or args.critic_data == "mixed", "--ppo-real-ratio 0 needs --critic-data mixed"),
-            (measured, f"--imagination-horizon is measured on --num-steps {args.num_steps}"),
-            (not (args.share_parameters and config.strengths), "--share-parameters needs equal --strengths"),
-            (not whole_board, "--prosocial rewards depend on the whole board: --wm-head pixel"),
-        ]
-    for holds, sentence in rules:
-        if not holds:
-            raise ValueError(sentence)
+        beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
+        refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
+        refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
+        refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
+        refuse(config.prosocial and structured, "--prosocial rewards depend on the whole board: --wm-head pixel")
     return config
 
 
