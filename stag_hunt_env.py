@@ -980,7 +980,8 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
     except (RuntimeError, MemoryError, OverflowError) as error:
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("memory", "overflow")):
+        words = ("out of memory", "allocate memory", "not enough memory", "overflow")
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in words):
             raise
         flags = [
             f"--{name.replace('_', '-')}" for name in (*sizes, "wm_ensemble", "num_samples") if hasattr(args, name)
