@@ -979,13 +979,12 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
             raise  # nobody wrote this message for a user: a mistake in the code, which wants its traceback
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
-    except (RuntimeError, MemoryError, OverflowError) as error:
+    except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
         words = ("out of memory", "allocate memory", "not enough memory", "overflow")
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in words):
+        if isinstance(error, RuntimeError | TypeError) and not any(word in str(error).lower() for word in words):
             raise
-        flags = [
-            f"--{name.replace('_', '-')}" for name in (*sizes, "wm_ensemble", "num_samples") if hasattr(args, name)
-        ]
+        names = (*sizes, "wm_ensemble", "num_samples", "goal_dim", "wm_hidden")
+        flags = [f"--{name.replace('_', '-')}" for name in names if hasattr(args, name)]
         print(f"error: too large for this machine's memory; lower {', '.join(flags)} or the board", file=sys.stderr)
         sys.exit(2)
 

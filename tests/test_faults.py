@@ -264,7 +264,10 @@ def test_flags_that_can_only_fail_later_are_refused_at_once(script, words, said,
     assert printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", ["--num-envs 50000000", "--num-steps 10000000", "--num-envs 1000000000000000"])
+@pytest.mark.parametrize(
+    "words",
+    ["--num-envs 50000000", "--num-steps 10000000", "--num-envs 1000000000000000", "--goal-dim 9999999999999999999"],
+)
 def test_too_large_a_run_names_the_flags(words, tmp_path):
     process = start(tmp_path / "runs", "--device", "cpu", *words.split())
     _, errors = process.communicate(timeout=60)
