@@ -116,8 +116,8 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "inferred", "oracle", "bayes"] = "inferred"
-    """what the policy reads about each co-player: nothing; q_phi's mean; who it is; Bayes: stag or hare"""
+    subgoals: Literal["none", "inferred", "posterior", "oracle", "bayes"] = "inferred"
+    """what the policy reads about each co-player: nothing; q_phi's mean; exact posterior; who it is; HOP's"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16
@@ -242,6 +242,7 @@ class Args(RunArgs, game.SeatFlags, PPOArgs, OpponentArgs, WorldModelArgs, Imagi
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": game.SeatFlags, "ppo": PPOArgs}
 GROUPS |= {"opponent_model": OpponentArgs, "world_model": WorldModelArgs, "imagination": ImaginationArgs}
 GROUPS |= {"search": SearchArgs, "speed": SpeedArgs}
+GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 METHODS = {
     "ppo": {"subgoals": "none", "imagination": False, "inter_episode_belief": False, "planner": "none"},
     "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True, "planner": "none"},
@@ -296,7 +297,7 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
     refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
     refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
-    refuse(args.subgoals == "oracle" and args.goal_dim <= kinds, f"--subgoals oracle needs --goal-dim > {kinds}")
+    refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     refuse(args.root == "gumbel" and args.policy_loss == "ppo", "--root gumbel needs --policy-loss distill")
     refuse(searches and args.gamma**args.max_depth < 1e-30, "--gamma is too small for this --max-depth")
     refuse(hop and (args.goal_kind, args.goal_dim) != ("discrete", 2), "--subgoals bayes needs 2 discrete goals")
@@ -751,7 +752,7 @@ def infer_opponents(args: Args, env, networks: Networks, board, prey_position, h
     else:
         features = networks.inference(entities, walls, method="encoder")
         params = networks.inference(features, history.flatten(1, 2).float())
-    goals = oracle_id if args.subgoals == "oracle" else goal_mean(args.goal_kind, params)
+    goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
     goals = goals.reshape(m, n, -1)[..., : 0 if args.subgoals == "none" else None]
     present = (entities[..., 0] < env.config.num_cells).view(m, n, k)
     return OpponentBelief(goals, params, features, entities, walls, opponent_legal, present, legal[:, :, 0])
@@ -762,7 +763,7 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
     """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next [M, n, K, 7]"""
     k = belief.present.shape[2]
     goal = sample_goal(args.goal_kind, belief.params, noise)
-    if args.subgoals == "oracle":
+    if args.subgoals in GIVEN:
         goal = belief.goals.unflatten(2, (k, -1)).flatten(1, 2)
     clock = clock.repeat_interleave(k, 1)
     log_probs = networks.moa(belief.entities, belief.walls, clock, goal, belief.opponent_legal)
@@ -1052,7 +1053,7 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
     known = (position, prey_position.long(), oracle_id, goals, belief.params.unflatten(1, (games, k)), seat)
     position, prey_position, oracle_id, goals, params, seat = tree_map(lambda x: x.repeat_interleave(trees, 1), known)
     moa_goal = oracle_id.flatten(1, 2)
-    if args.subgoals != "oracle" and not args.infer_in_tree:
+    if args.subgoals not in GIVEN and not args.infer_in_tree:
         noise = goal_noise(args, m, games * trees * k, device=env.device)
         moa_goal = sample_goal(args.goal_kind, params.flatten(1, 2), noise)
     record_time("infer_subgoals")
@@ -1156,7 +1157,7 @@ class Transitions(NamedTuple):
     next_board: torch.Tensor  # uint8 [..., C, H, W] of the same game, also at its end (without world model: nothing)
     history: torch.Tensor  # half [..., K, hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
-    oracle_id: torch.Tensor  # [..., K, D] --subgoals oracle
+    oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely (--subgoals oracle, posterior)
 
 
 def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint):
@@ -1198,8 +1199,9 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
             legal = seats.to_learners(env.legal_actions(state))
         else:
             prey_position, history = seats.per_learner(state.prey_position), rollout_state["history"].clone()
-            if args.subgoals == "oracle":
-                oracle_id = seats.to_learners(env.seats_to_ego(seats.oracle_id()))[:, :, 1:]
+            if args.subgoals in GIVEN:
+                known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
+                oracle_id = seats.to_learners(env.seats_to_ego(known))[:, :, 1:]
                 oracle_id = F.pad(oracle_id, (0, args.goal_dim - oracle_id.shape[3]))
             belief = infer_opponents(args, env, networks, board, prey_position, history, oracle_id, clock)
             goals, legal = belief.goals, belief.legal
@@ -1396,7 +1398,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
     use_hindsight = torch.rand(*posterior.shape[:2], 1, device=device) < eps
     moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), goal)
-    if args.subgoals == "oracle":
+    if args.subgoals in GIVEN:
         moa_goal = windows.oracle_id.flatten(1, 3)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     same = same_game(windows.done)

@@ -115,8 +115,8 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "inferred", "oracle"] = "inferred"
-    """what the policy reads about each co-player: nothing; q_phi's mean; who it is"""
+    subgoals: Literal["none", "inferred", "posterior", "oracle"] = "inferred"
+    """what the policy reads about each co-player: nothing; q_phi's mean; the exact Bayes posterior; who it is"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16
@@ -215,6 +215,7 @@ class Args(RunArgs, game.SeatFlags, PPOArgs, OpponentArgs, WorldModelArgs, Imagi
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": game.SeatFlags, "ppo": PPOArgs}
 GROUPS |= {"opponent_model": OpponentArgs, "world_model": WorldModelArgs, "imagination": ImaginationArgs}
 GROUPS |= {"speed": SpeedArgs}
+GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 METHODS = {
     "ppo": {"subgoals": "none", "imagination": False, "inter_episode_belief": False},
     "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True},
@@ -261,7 +262,7 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
     refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
     refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
-    refuse(args.subgoals == "oracle" and args.goal_dim <= kinds, f"--subgoals oracle needs --goal-dim > {kinds}")
+    refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if args.imagination:
         beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
@@ -707,7 +708,7 @@ def infer_opponents(args: Args, env, networks: Networks, board, prey_position, h
     entities, walls, opponent_legal = (x[:, :, 1:].flatten(1, 2) for x in (entities, walls, legal))
     features = networks.inference(entities, walls, method="encoder")
     params = networks.inference(features, history.flatten(1, 2).float())
-    goals = oracle_id if args.subgoals == "oracle" else goal_mean(args.goal_kind, params)
+    goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
     goals = goals.reshape(m, n, -1)[..., : 0 if args.subgoals == "none" else None]
     present = (entities[..., 0] < env.config.num_cells).view(m, n, k)
     return OpponentBelief(goals, params, features, entities, walls, opponent_legal, present, legal[:, :, 0])
@@ -718,7 +719,7 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
     """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next [M, n, K, 7]"""
     k = belief.present.shape[2]
     goal = sample_goal(args.goal_kind, belief.params, noise)
-    if args.subgoals == "oracle":
+    if args.subgoals in GIVEN:
         goal = belief.goals.unflatten(2, (k, -1)).flatten(1, 2)
     clock = clock.repeat_interleave(k, 1)
     log_probs = networks.moa(belief.entities, belief.walls, clock, goal, belief.opponent_legal)
@@ -759,7 +760,7 @@ class Transitions(NamedTuple):
     next_board: torch.Tensor  # uint8 [..., C, H, W] of the same game, also at its end (without world model: nothing)
     history: torch.Tensor  # half [..., K, hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
-    oracle_id: torch.Tensor  # [..., K, D] --subgoals oracle
+    oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely (--subgoals oracle, posterior)
 
 
 def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint):
@@ -798,8 +799,9 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
             legal = seats.to_learners(env.legal_actions(state))
         else:
             prey_position, history = seats.per_learner(state.prey_position), rollout_state["history"].clone()
-            if args.subgoals == "oracle":
-                oracle_id = seats.to_learners(env.seats_to_ego(seats.oracle_id()))[:, :, 1:]
+            if args.subgoals in GIVEN:
+                known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
+                oracle_id = seats.to_learners(env.seats_to_ego(known))[:, :, 1:]
                 oracle_id = F.pad(oracle_id, (0, args.goal_dim - oracle_id.shape[3]))
             belief = infer_opponents(args, env, networks, board, prey_position, history, oracle_id)
             goals, legal = belief.goals, belief.legal
@@ -988,7 +990,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
     use_hindsight = torch.rand(*posterior.shape[:2], 1, device=device) < eps
     moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), goal)
-    if args.subgoals == "oracle":
+    if args.subgoals in GIVEN:
         moa_goal = windows.oracle_id.flatten(1, 3)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     same = same_game(windows.done)

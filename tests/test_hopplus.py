@@ -304,6 +304,22 @@ def test_the_oracle_tells_who_sits_there():
     assert torch.equal(w.oracle_id[0], expected) and torch.equal(out["goals"][0], expected.flatten(2))
 
 
+def test_the_posterior_is_that_of_the_seats_in_ego_order():
+    state = make_state(subgoals="posterior", seats="mixed,learner,mixed", redraw="never", num_envs=8)
+    asked, action_probs = [], state.seats.action_probs
+
+    def ask(*given):
+        asked.append(state.seats.posterior().clone())
+        return action_probs(*given)
+
+    state.seats.action_probs = ask
+    w, out, _ = play(state, 12)
+    expected = torch.stack(asked)[:, :, [2, 0]]  # [T, B, K, P], seen from seat 1
+    assert expected[-1].amax(2).mean() > 0.6, "something was learned about them"
+    assert torch.equal(w.oracle_id[0, ..., :3], expected) and not w.oracle_id[..., 3:].any()
+    assert torch.equal(out["goals"][0], w.oracle_id[0].flatten(2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Belief about co-players
 

@@ -125,6 +125,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs, tmp_pat
 VARIANTS = {
     "shared": {"share_parameters": True},
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,nearest_stag"},
+    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,nearest_stag", "redraw": "never"},
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
     "pixel": {"wm_head": "pixel", "wm_channel_weights": (2.0, 2.0, 2.0, 1.0, 1.0, 1.0)},
     "ensemble": {"wm_ensemble": 2},
