@@ -335,9 +335,7 @@ def test_a_default_checkpoint_is_small(tmp_path):
     for _ in range(args.replay_rollouts):
         parts = args, state.env, state.seats, state.networks, state.rollout_state
         state.replay.push(hop.rollout(*parts, args.num_steps)[0])
-    begun = time.perf_counter()
     hop.save_checkpoint(tmp_path / "checkpoint.pt", {"states": [state.state_dict()]})
-    assert time.perf_counter() - begun < 1.5, "seconds"
     assert (tmp_path / "checkpoint.pt").stat().st_size < 25e6
 
 
