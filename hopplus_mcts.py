@@ -117,7 +117,7 @@ class PPOArgs:
 @dataclasses.dataclass
 class OpponentArgs:
     subgoals: Literal["none", "inferred", "posterior", "oracle", "bayes"] = "inferred"
-    """what the policy reads about each co-player: nothing; q_phi's mean; exact posterior; who it is; HOP's"""
+    """what the policy reads about each co-player: nothing; q_phi's mean; exact posterior; who it is; HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16
@@ -284,7 +284,6 @@ def validate(args: Args) -> StagHuntConfig:
     world = args.imagination or (searches and args.search_model == "world-model")
     kinds = len(args.population.split(","))
     game.check_ranges(args)
-    check_run_flags(args)
     game.resolve_device(args.device)
     refuse = game.refuse
     learns = "learner" in game.seats_table(args.seats, config.num_players)
@@ -1942,6 +1941,7 @@ def stop_requests():
 
     def ask(number, _):
         asked.append(number)
+        os.write(2, b"\nstopping after this iteration; once more: at once\n")
         for each in before:
             signal.signal(each, signal.SIG_DFL)
 
@@ -2279,7 +2279,9 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
     started, iteration, seconds, checkpoint = time.time(), 0, 0.0, None
-    if args.resume is not None:
+    if args.resume is None:
+        check_run_flags(args)
+    else:
         checkpoint = load_checkpoint(args.resume)
         args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
@@ -2327,7 +2329,7 @@ def main(args: Args) -> dict[str, float]:
         found = [], []
         if rank == 0:
             found = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
-        say(f"ready after {ready:.1f} s; run folder {found[0][0] if found[0] else ''}")
+            say(f"ready after {ready:.1f} s; run folder {found[0][0]}")
         return gather_ranks(found[0])[0], found[1]
 
     def save(name="checkpoint.pt"):
@@ -2386,7 +2388,7 @@ def main(args: Args) -> dict[str, float]:
                     draw_pictures(state, samples, metrics, writers, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
         flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
-        for writer, row in zip(writers, [] if asked else rows, strict=False):
+        for writer, row in zip(writers, rows if iteration == num_iterations else [], strict=False):
             with never_fatal("write to TensorBoard"):
                 if row:
                     writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")

@@ -249,7 +249,6 @@ def validate(args: Args) -> StagHuntConfig:
     models = args.subgoals != "none" or args.imagination
     kinds = len(args.population.split(","))
     game.check_ranges(args)
-    check_run_flags(args)
     game.resolve_device(args.device)
     refuse = game.refuse
     learns = "learner" in game.seats_table(args.seats, config.num_players)
@@ -1513,6 +1512,7 @@ def stop_requests():
 
     def ask(number, _):
         asked.append(number)
+        os.write(2, b"\nstopping after this iteration; once more: at once\n")
         for each in before:
             signal.signal(each, signal.SIG_DFL)
 
@@ -1844,7 +1844,9 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
     started, iteration, seconds, checkpoint = time.time(), 0, 0.0, None
-    if args.resume is not None:
+    if args.resume is None:
+        check_run_flags(args)
+    else:
         checkpoint = load_checkpoint(args.resume)
         args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
@@ -1892,7 +1894,7 @@ def main(args: Args) -> dict[str, float]:
         found = [], []
         if rank == 0:
             found = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
-        say(f"ready after {ready:.1f} s; run folder {found[0][0] if found[0] else ''}")
+            say(f"ready after {ready:.1f} s; run folder {found[0][0]}")
         return gather_ranks(found[0])[0], found[1]
 
     def save(name="checkpoint.pt"):
@@ -1951,7 +1953,7 @@ def main(args: Args) -> dict[str, float]:
                     draw_pictures(state, samples, metrics, writers, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
         flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
-        for writer, row in zip(writers, [] if asked else rows, strict=False):
+        for writer, row in zip(writers, rows if iteration == num_iterations else [], strict=False):
             with never_fatal("write to TensorBoard"):
                 if row:
                     writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")

@@ -133,7 +133,6 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config
     game.check_ranges(args)
-    check_run_flags(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
     if config.num_cells > 255:
@@ -757,6 +756,7 @@ def stop_requests():
 
     def ask(number, _):
         asked.append(number)
+        os.write(2, b"\nstopping after this iteration; once more: at once\n")
         for each in before:
             signal.signal(each, signal.SIG_DFL)
 
@@ -869,7 +869,9 @@ def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
 def main(args: Args) -> dict[str, float]:
     """Returns the final figures, averaged over seeds, as {"with history/top1": ...}."""
     started, epoch, checkpoint = time.time(), 0, None
-    if args.resume is not None:
+    if args.resume is None:
+        check_run_flags(args)
+    else:
         checkpoint = load_checkpoint(args.resume, what="VAE checkpoint")
         args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config, device = validate(args), game.resolve_device(args.device)

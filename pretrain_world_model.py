@@ -133,7 +133,6 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config, weights = args.config, args.wm_channel_weights
     game.check_ranges(args)
-    check_run_flags(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
     rules = [  # what must hold, and what to say if it does not
@@ -744,6 +743,7 @@ def stop_requests():
 
     def ask(number, _):
         asked.append(number)
+        os.write(2, b"\nstopping after this iteration; once more: at once\n")
         for each in before:
             signal.signal(each, signal.SIG_DFL)
 
@@ -857,7 +857,9 @@ def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
     started, update, checkpoint = time.time(), 0, None
     path = args.evaluate if args.resume is None else args.resume
-    if path is not None:
+    if path is None:
+        check_run_flags(args)
+    else:
         checkpoint = load_checkpoint(path, what="world-model checkpoint")
         kept = {name: getattr(args, name) for name in ("device", "resume", "evaluate", "evaluate_board")}
         args = load_args(path, checkpoint["args"], **kept)

@@ -163,6 +163,9 @@ def test_a_killed_run_goes_on_bit_for_bit_and_only_one_process_may(whole, tmp_pa
 @pytest.mark.parametrize("how", ["moved", "copied"])
 def test_a_run_goes_on_where_its_checkpoint_lies(how, whole, tmp_path):
     checkpoint = half_run(tmp_path / "runs", num_seeds=2)
+    gone = torch.load(checkpoint, weights_only=True)
+    gone["args"]["run_dir"] = "/proc/nowhere/runs"  # nobody looks there again
+    hop.save_checkpoint(checkpoint, gone)
     before = {path: path.read_bytes() for path in checkpoint.parent.parent.rglob("*") if path.is_file()}
     there = tmp_path / "elsewhere" / "renamed"
     shutil.copytree(checkpoint.parent, there)
