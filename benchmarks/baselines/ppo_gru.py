@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -28,29 +29,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from stag_hunt_env import (
-    NUM_ACTIONS,
-    STAY,
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Seats,
-    StagHuntConfig,
-    StagHuntEnv,
-    Whole,
-    check_ranges,
-    command_line,
-    early_flags,
-    parse,
-    redraw_prob,
-    resolve_device,
-    sample,
-    seats_table,
-)
+import stag_hunt_env as game
+from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments. Class defaults are for a GPU; make_args changes them by device.
+# ---- Arguments. Class defaults are for a GPU; make_args changes them by device.
 
 
 @dataclasses.dataclass
@@ -114,19 +96,18 @@ class Args(TrainArgs):
 
 def make_args(device: str = "auto", redraw: str = "never", **changes) -> Args:
     """Complete flags: where tests, sweeps and the command line start"""
-    values = {"device": device, "redraw": redraw, "keep_state": redraw_prob(redraw) < 1}
-    if resolve_device(device).type == "cpu":
+    values = {"device": device, "redraw": redraw, "keep_state": game.redraw_prob(redraw) < 1}
+    if game.resolve_device(device).type == "cpu":
         values |= {"num_envs": 256, "total_timesteps": 1_000_000, "hidden": 64}
     return Args(**{**values, **changes})
 
 
 def parse_args(words: list[str]) -> Args:
-    default = make_args(**early_flags(words, device="auto", redraw="never"))
-    return parse(Args, {"training": TrainArgs, "game": StagHuntConfig}, default, words)
+    default = make_args(**game.early_flags(words, device="auto", redraw="never"))
+    return game.parse(Args, {"training": TrainArgs, "game": StagHuntConfig}, default, words)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Networks
+# ---- Networks
 
 
 class Linear(nn.Module):
@@ -145,15 +126,53 @@ class Linear(nn.Module):
         return x @ self.weight[:, None] + self.bias[:, None]
 
 
+class BoardEncoder(nn.Module):
+    """The eyes that hopplus_ppo.py has: each thing on the board is looked up by its kind and its cell relative to the
+    learner; players add up, of stags and of hares the maximum counts."""
+
+    def __init__(self, config: StagHuntConfig, own: list[torch.Generator], hidden: int):
+        super().__init__()
+        self.sizes = [config.num_players, config.num_stags, config.num_hares]
+        n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
+        spots = (2 * config.height - 1) * wide
+        row, column = np.divmod(np.arange(cells), config.width)
+        spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
+        rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
+        lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
+        lookup[:, cells] = lookup[:, 0]  # a learner that has left sees the board from its first cell
+        lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # itself: its cell on the board
+        kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
+        self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
+        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
+        self.table = nn.Parameter(torch.stack([0.1 * torch.randn(rows, hidden, generator=each) for each in own]))
+        self.walls = Linear(own, cells, hidden, 1.0) if config.max_wall_pieces else None
+        self.mix = nn.Sequential(Linear(own, 3 * hidden, hidden), nn.ReLU(), Linear(own, hidden, hidden), nn.ReLU())
+
+    def forward(self, entities, walls):
+        """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
+        seeds, rows, _ = self.table.shape
+        row = self.lookup[self.kind, entities[..., :1], entities]
+        row = row + rows * torch.arange(seeds, device=row.device).view(-1, 1, 1, 1)
+        players, stags, hares = F.embedding(row, self.table.flatten(0, 1)).split(self.sizes, 3)
+        players = players.sum(3) if self.walls is None else players.sum(3) + self.walls(walls)
+        nothing = self.table[:, None, None, -1].expand_as(players)
+        stags, hares = (torch.maximum(x.amax(3), nothing) if x.shape[3] else nothing for x in (stags, hares))
+        return self.mix(torch.cat([players, stags, hares], 3))
+
+
 class Agent(nn.Module):
     """S learners: what they see -> MLP -> GRU; actor and critic read both"""
 
     def __init__(self, args: Args, seeds: list[int]):
         super().__init__()
-        inputs = math.prod(args.config.observation_shape) + NUM_ACTIONS * args.config.num_players + 3
+        config = args.config
+        walls = config.num_cells if config.max_wall_pieces else 0
+        self.sizes = [config.num_players + config.num_prey, walls, NUM_ACTIONS * config.num_players + 3]
         hidden, own = args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
         self.keep_state = args.keep_state
-        self.encoder = nn.Sequential(Linear(own, inputs, hidden), nn.ReLU(), Linear(own, hidden, hidden), nn.ReLU())
+        self.encoder = BoardEncoder(config, own, hidden)
+        self.mix = nn.Sequential(Linear(own, hidden + self.sizes[2], hidden), nn.ReLU())
         self.gru_input = Linear(own, hidden, 3 * hidden, 1.0)
         self.gru_state = Linear(own, hidden, 3 * hidden, 1.0)
         self.actor = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, NUM_ACTIONS, 0.01))
@@ -162,7 +181,8 @@ class Agent(nn.Module):
     def forward(self, x, legal, new_game, state):
         """x [S, T, n, I], legal bool [S, T, n, A], new_game bool [S, T, n], the GRU's state [S, n, hidden] before the
         first step -> log-probabilities [S, T, n, A], values [S, T, n], the state after the last step"""
-        features = self.encoder(x)
+        entities, walls, rest = x.split(self.sizes, 3)
+        features = self.mix(torch.cat([self.encoder(entities.long(), walls), rest], 3))
         gates = self.gru_input(features)
         states = []
         for gate, starts in zip(gates.unbind(1), new_game.unbind(1), strict=True):
@@ -186,8 +206,7 @@ class Agent(nn.Module):
         return torch.lerp(n, state, z)  # (1 - z) * n + z * state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollout
+# ---- Rollout
 
 
 class RolloutState(NamedTuple):
@@ -199,24 +218,28 @@ class RolloutState(NamedTuple):
     new_game: torch.Tensor  # bool [S, E] and whether the game ended with it
 
 
-def agent_inputs(obs, clock, rollout_state: RolloutState):
-    """The learner's planes uint8 [S, E, C, H, W], the clock [S, E], and what the last step showed -> [S, E, I]. Where
-    the GRU's state is kept, the last step of a game is shown at the start of the next: who caught what is in it."""
+def agent_inputs(env: StagHuntEnv, seats: game.Seats, rollout_state: RolloutState):
+    """Where everybody and the prey are (H*W: gone), walls, and what the last step showed -> [S, E, I]. Where the GRU's
+    state is kept, the last step of a game is shown at the start of the next: who caught what is in it."""
+    state, nowhere = env.state, env.config.num_cells
+    players = seats.to_learners(env.seats_to_ego(torch.where(state.present, state.position, nowhere)))
+    prey = seats.per_learner(torch.where(state.prey_alive, state.prey_position, nowhere))
+    walls = seats.per_learner(state.walls)[..., : nowhere if env.config.max_wall_pieces else 0]
     joint = F.one_hot(rollout_state.last_joint, NUM_ACTIONS).flatten(2)
+    clock = seats.per_learner(env.clock(state))
     scalars = torch.stack([clock, rollout_state.last_reward, rollout_state.new_game.float()], 2)
-    return torch.cat([obs.flatten(2).float(), joint.float(), scalars], 2)
+    return torch.cat([x.float() for x in (players, prey, walls, joint, scalars)], 2)
 
 
 @torch.no_grad()
-def rollout(args: Args, env: StagHuntEnv, seats: Seats, agent: Agent, rollout_state: RolloutState) -> dict:
+def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollout_state: RolloutState) -> dict:
     """Plays T steps of all games -> what happened [S, T, E, ...]; `value` is [S, T + 1, E], `state` [S, E, hidden] is
     the GRU's before the first step. A step counts (`mask`) while the learner is on the board; its game has `ended` when
     it leaves. The GRU watches on until the others are done too."""
     first_state = rollout_state.state.clone()
     steps, values = [], []
-    obs = env.observe(env.state)
     for step in range(args.num_steps + 1):
-        x = agent_inputs(seats.to_learners(obs), seats.per_learner(env.clock(env.state)), rollout_state)
+        x = agent_inputs(env, seats, rollout_state)
         legal = seats.to_learners(env.legal_actions(env.state))
         new_game = rollout_state.new_game.clone()
         log_probs, value, state = agent(x[:, None], legal[:, None], new_game[:, None], rollout_state.state)
@@ -224,8 +247,8 @@ def rollout(args: Args, env: StagHuntEnv, seats: Seats, agent: Agent, rollout_st
         if step == args.num_steps:
             break
         mask = seats.to_learners(env.state.present)
-        actions = sample(seats.action_probs(env.state, log_probs[:, 0].exp()))  # [B, N]
-        obs, all_rewards, present_before, all_done = env.step(actions)
+        actions = game.sample(seats.action_probs(env.state, log_probs[:, 0].exp()))  # [B, N]
+        _, all_rewards, present_before, all_done = env.step(actions)
         seats.update(actions, present_before, all_done)
         joint = seats.to_learners(env.seats_to_ego(actions))
         log_prob = log_probs[:, 0].gather(2, joint[..., :1]).squeeze(2)
@@ -246,8 +269,7 @@ def rollout(args: Args, env: StagHuntEnv, seats: Seats, agent: Agent, rollout_st
     return batch | {"value": torch.stack(values, 1), "state": first_state}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# PPO
+# ---- PPO
 
 
 def compute_gae(args: Args, reward, value, ended, mask):
@@ -324,8 +346,7 @@ def train_iteration(args: Args, env, seats, agent, optimizer, rollout_state) -> 
     return metrics | ppo_update(args, agent, optimizer, batch)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Main
+# ---- Main
 
 
 def capture(function, env: StagHuntEnv):
@@ -339,10 +360,10 @@ def capture(function, env: StagHuntEnv):
 
 def make_training(args: Args):
     """-> all that a run changes: the games, who sits where, the learners, their optimiser, the rollout's state"""
-    device = resolve_device(args.device)
+    device = game.resolve_device(args.device)
     torch.manual_seed(args.seed)
     env = StagHuntEnv(args.config, args.num_seeds * args.num_envs, device, args.seed)
-    seats = Seats(env, [args.seats] * args.num_seeds, population=args.population, redraw=args.redraw)
+    seats = game.Seats(env, [args.seats] * args.num_seeds, population=args.population, redraw=args.redraw)
     agent = Agent(args, list(range(args.seed, args.seed + args.num_seeds))).to(device)
     rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
@@ -377,13 +398,13 @@ def save_checkpoint(path: Path, args: Args, agent: Agent, number: int) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
-    check_ranges(args)
-    learners = seats_table(args.seats, args.config.num_players).count("learner")
+    game.check_ranges(args)
+    learners = game.seats_table(args.seats, args.config.num_players).count("learner")
     if learners != 1:
         raise ValueError(f"--seats {args.seats}: there must be 1 learner, not {learners}")
     if args.num_minibatches > args.num_envs:
         raise ValueError(f"--num-minibatches {args.num_minibatches} exceeds --num-envs {args.num_envs}")
-    device = resolve_device(args.device)
+    device = game.resolve_device(args.device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.set_float32_matmul_precision("high")  # on a GPU: tf32
     env, _, agent, optimizer, _ = training = make_training(args)
@@ -443,4 +464,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    command_line(parse_args, main)
+    game.command_line(parse_args, main)
