@@ -48,7 +48,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-8"  # of a checkpoint
+FORMAT = "hopplus-9"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -95,7 +95,7 @@ class PPOArgs:
     anneal_lr: bool = True
     """let it fall linearly to a tenth"""
     policy_hidden: Count = 128
-    """width of the actor's and of the critic's two layers"""
+    """width of the policy's encoder, of the layers that actor and critic share and of their own"""
     update_epochs: Count = 4
     """passes over each batch"""
     num_minibatches: Count = 4
@@ -116,8 +116,9 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "inferred", "posterior", "oracle", "bayes"] = "inferred"
-    """what the policy reads about each co-player: nothing; q_phi's mean; exact posterior; who it is; HOP's belief"""
+    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes"] = "inferred"
+    """what the policy reads about each co-player: nothing; MOA's prediction, a MOA without subgoals; q_phi's mean; the
+    exact Bayes posterior; who it is; HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16
@@ -196,6 +197,9 @@ class ImaginationArgs:
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: NonNegative = 1.0
     """weight of an imagined sample beside a real one"""
+    imagined_goals: Literal["current", "prior"] = "current"
+    """co-players' subgoals in imagined rollouts: inferred as they go; prior: in every second one those of other games,
+    so that the policy learns to answer goals that its co-players never have"""
 
 
 @dataclasses.dataclass
@@ -280,7 +284,7 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config, weights, planes = args.config, args.wm_channel_weights, args.config.observation_shape[0]
     searches, hop = args.planner != "none", args.subgoals == "bayes"
-    models = args.subgoals != "none" or args.imagination or searches
+    models = args.imagination or searches or args.subgoals not in ("none", *GIVEN)
     world = args.imagination or (searches and args.search_model == "world-model")
     kinds = len(args.population.split(","))
     game.check_ranges(args)
@@ -290,7 +294,7 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(not learns, f"--seats {args.seats}: nobody learns")
     refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
     refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
-    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals, --imagination or search")
+    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred, --imagination or search")
     refuse(args.world_model_checkpoint and not world, "--world-model-checkpoint needs --imagination or search with it")
     refuse(weights and args.wm_head != "pixel", "--wm-channel-weights belongs to --wm-head pixel")
     refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
@@ -306,6 +310,8 @@ def validate(args: Args) -> StagHuntConfig:
         beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
+        goals_read = args.imagined_goals == "current" or args.subgoals in ("inferred", *GIVEN)
+        refuse(not goals_read, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
         refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
         refuse(config.prosocial and structured, "--prosocial rewards depend on the whole board: --wm-head pixel")
     return config
@@ -402,6 +408,7 @@ class BoardEncoder(nn.Module):
         rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
         lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
+        lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
@@ -439,14 +446,14 @@ class SubgoalPrior(nn.Module):
 
 class SubgoalInference(nn.Module):
     """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
-    subgoal and history -> state. The history adds up evidence, h <- decay * h + event, as Bayes' rule does."""
+    subgoal and history -> state. The history adds up evidence, h <- h + event, as Bayes' rule does, and only a game's
+    end lets some of it go. tanh makes beliefs of it: what is certain stays so, however much there is."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
-        self.decay = nn.Parameter(torch.full((hidden,), 4.0))  # sigmoid: 0.98 a step
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden, gain=0.1)
         self.head = mlp(2 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
         self.decoder = mlp(args.goal_dim + hidden, hidden, math.prod(config.observation_shape))
 
@@ -456,10 +463,10 @@ class SubgoalInference(nn.Module):
         return self.events(torch.cat([features, acts], 1))
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, history], 1))
+        return self.head(torch.cat([features, history.tanh()], 1))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, history], 1))
+        return self.decoder(torch.cat([goal, history.tanh()], 1))
 
 
 class ActionModel(nn.Module):
@@ -474,6 +481,11 @@ class ActionModel(nn.Module):
     def forward(self, entities, walls, clock, goal, legal):
         logits = self.head(torch.cat([self.encoder(entities, walls), clock[:, None], goal], 1))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
+
+
+def goal_size(args: Args) -> int:
+    """How many numbers the policy reads about each co-player"""
+    return {"none": 0, "actions": NUM_ACTIONS}.get(args.subgoals, args.goal_dim)
 
 
 def goal_mean(kind: str, params):
@@ -631,30 +643,40 @@ class PixelWorldModel(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """pi(a | own board, clock, last joint action, subgoals of the co-players) and V of the same"""
+    """pi(a | own view of the board, clock, last joint action, subgoals of the co-players) and V of the same"""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        goals = 0 if args.subgoals == "none" else (config.num_players - 1) * args.goal_dim
-        inputs = math.prod(config.observation_shape) + 1 + NUM_ACTIONS * config.num_players + goals
-        inputs = inputs + -inputs % 8
-        self.actor = mlp(inputs, args.policy_hidden, args.policy_hidden, NUM_ACTIONS, gain=0.01)
-        self.critic = mlp(inputs, args.policy_hidden, args.policy_hidden, 1)
+        hidden, goals = args.policy_hidden, goal_size(args) * (config.num_players - 1)
+        entities, walls = config.num_players + config.num_prey, config.num_cells if config.max_wall_pieces else 1
+        self.sizes = [entities, walls, 1 + NUM_ACTIONS * config.num_players + goals]
+        self.padding = -(hidden + self.sizes[2]) % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
+        self.encoder = BoardEncoder(config, hidden)
+        self.trunk = mlp(hidden + self.padding + self.sizes[2], hidden, hidden, gain=math.sqrt(2))
+        self.actor = mlp(hidden, hidden, NUM_ACTIONS, gain=0.01)
+        self.critic = mlp(hidden, hidden, 1)
+
+    def features(self, x):
+        """x [n, i] (see policy_inputs) -> [n, _], the subgoals last"""
+        entities, walls, rest = x.split(self.sizes, 1)
+        return torch.cat([self.encoder(entities.long(), walls), F.pad(rest, (self.padding, 0))], 1)
+
+    def value(self, features):
+        """[n, _] -> [n]"""
+        return self.critic(self.trunk(features).relu_()).squeeze(1)
 
     def forward(self, x, legal):
-        """x [n, i] (see policy_inputs), legal bool [n, 7] -> log-probabilities [n, 7], values [n]"""
-        return self.actor(x).float().masked_fill(~legal, -1e9).log_softmax(1), self.value(x)
+        """x [n, i], legal bool [n, 7] -> log-probabilities [n, 7], values [n]"""
+        features = self.trunk(self.features(x)).relu_()
+        log_probs = self.actor(features).float().masked_fill(~legal, -1e9).log_softmax(1)
+        return log_probs, self.critic(features).squeeze(1)
 
-    def value(self, x):
-        return self.critic(x).squeeze(1)
 
-
-def policy_inputs(args: Args, board, clock, last_joint, goals):
-    """uint8 [M, n, C, H, W], [M, n], [M, n, N], [M, n, K*D] -> [M, n, i], the subgoals last"""
+def policy_inputs(args: Args, entities, walls, clock, last_joint, goals):
+    """The learner's own view of the board [M, n, N + P], [M, n, _], [M, n], [M, n, N], [M, n, K*D] -> [M, n, i]"""
     acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2)
-    parts = [x.to(inference_dtype(args, board.device)) for x in (board.flatten(2), clock[..., None], acts, goals)]
-    x = torch.cat(parts, 2)
-    return F.pad(x, (-x.shape[2] % 8, 0))  # zeros first: a GPU reads rows faster that begin at multiples of 16 bytes
+    parts = (entities, walls, clock[..., None], acts, goals)  # cells are numbers up to 255: exact in bfloat16 too
+    return torch.cat([x.to(inference_dtype(args, x.device)) for x in parts], 2)
 
 
 def inference_dtype(args: Args, device) -> torch.dtype:
@@ -676,7 +698,7 @@ def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) 
     """One of each network per entry of `seeds` [M]"""
     dtype = inference_dtype(args, device)
     kinds = {}
-    if args.subgoals != "none" or args.imagination or args.planner != "none":
+    if args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN):
         kinds |= {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel, "moa_prior": ActionModel}
     if args.imagination or (args.planner != "none" and args.search_model == "world-model"):
         kinds["world"] = WorldModel if args.wm_head == "structured" else PixelWorldModel
@@ -706,23 +728,26 @@ def compilable(function):
     return call
 
 
-def entity_views(env: StagHuntEnv, board: torch.Tensor, prey_position: torch.Tensor):
-    """board uint8 [M, n, C, H, W], cells of the prey at the start int64 [M, n, P] -> as each player sees it: entities
-    int64 [M, n, N, N + P] (their cells, H*W: not there), walls [M, n, N, H*W], legal actions bool [M, n, N, 7]"""
+@compilable
+def entity_views(args: Args, env: StagHuntEnv, board, prey_position, num_views: int | None = None):
+    """board uint8 [M, n, C, H, W], cells of the prey at the start [M, n, P] -> as each player sees it (num_views: only
+    the first ones): entities int64 [M, n, N, N + P] (their cells, H*W: not there), walls [M, n, N, _], legal actions
+    bool [M, n, N, 7]"""
     config, n, nowhere = env.config, env.config.num_players, env.config.num_cells
-    planes = board.flatten(3)
+    planes, prey_position = board.flatten(3), prey_position.long()
     players, walls, stags, hares = planes[:, :, :n], planes[:, :, n], planes[:, :, n + 1], planes[:, :, n + 2]
     cell, present = players.argmax(3), players.amax(3) > 0
-    player_cells = torch.where(present, cell, nowhere)[..., env.ego]  # [M, n, N, N]
+    player_cells = torch.where(present, cell, nowhere)[..., env.ego[:num_views]]  # [M, n, views, N]
+    cell, present, views = cell[:, :, :num_views], present[:, :, :num_views], player_cells.shape[2]
     stag_position, hare_position = prey_position.split([config.num_stags, config.num_hares], 2)
     alive = torch.cat([stags.gather(2, stag_position), hares.gather(2, hare_position)], 2) > 0
-    prey_cells = torch.where(alive, prey_position, nowhere)[:, :, None].expand(-1, -1, n, -1)
-    target = env.target[cell]  # [M, n, N, 7]
+    prey_cells = torch.where(alive, prey_position, nowhere)[:, :, None].expand(-1, -1, views, -1)
+    target = env.target[cell]  # [M, n, views, 7]
     free = walls.gather(2, target.flatten(2)).view(target.shape) == 0
     on_prey = torch.stack([stags.gather(2, cell), hares.gather(2, cell)], 3) > 0
     legal = torch.cat([(env.possible[cell] & free)[..., :5], on_prey], 3) & present[..., None] | env.is_stay
     walls = walls if config.max_wall_pieces else walls[..., :1]  # nobody reads them
-    return torch.cat([player_cells, prey_cells], 3), walls[:, :, None].expand(-1, -1, n, -1).float(), legal
+    return torch.cat([player_cells, prey_cells], 3), walls[:, :, None].expand(-1, -1, views, -1).float(), legal
 
 
 class OpponentBelief(NamedTuple):
@@ -733,39 +758,40 @@ class OpponentBelief(NamedTuple):
     features: torch.Tensor  # [M, n*K, hidden] of q_phi's encoder (bayes: goal_action_probs)
     entities: torch.Tensor  # [M, n*K, N + P] the board as the co-player sees it
     walls: torch.Tensor  # [M, n*K, H*W]
-    opponent_legal: torch.Tensor  # bool [M, n*K, 7]
+    legal: torch.Tensor  # bool [M, n*K, 7] its legal actions
     present: torch.Tensor  # bool [M, n, K] on the board
-    legal: torch.Tensor  # bool [M, n, 7] the learner's own
 
 
 @compilable
-def infer_opponents(args: Args, env, networks: Networks, board, prey_position, history, oracle_id, clock=None):
-    """board [M, n, C, H, W], prey_position [M, n, P], history [M, n, K, hidden], oracle_id [M, n, K, D], clock [M, n]
-    (--subgoals bayes, where the history goes on)"""
+def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, given) -> OpponentBelief:
+    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, hidden], given [M, n, K, D]"""
     m, n, k = history.shape[:3]
-    entities, walls, legal = entity_views(env, board, prey_position.long())
-    entities, walls, opponent_legal = (x[:, :, 1:].flatten(1, 2) for x in (entities, walls, legal))
+    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
     if args.subgoals == "bayes":
         params = bayes_posterior(history.flatten(1, 2).float())
-        features = params if clock is None else goal_action_probs(networks, entities, walls, clock, opponent_legal)
+        features = goal_action_probs(networks, entities, walls, clock, legal)
     else:
         features = networks.inference(entities, walls, method="encoder")
         params = networks.inference(features, history.flatten(1, 2).float())
-    goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
-    goals = goals.reshape(m, n, -1)[..., : 0 if args.subgoals == "none" else None]
+    goals = given if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
+    if args.subgoals == "actions":
+        goals = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goals, legal).exp()
+    goals = goals.reshape(m, n, -1)[..., : k * goal_size(args)]
     present = (entities[..., 0] < env.config.num_cells).view(m, n, k)
-    return OpponentBelief(goals, params, features, entities, walls, opponent_legal, present, legal[:, :, 0])
+    return OpponentBelief(goals, params, features, entities, walls, legal, present)
 
 
 @compilable
 def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, clock, noise):
     """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next [M, n, K, 7]"""
     k = belief.present.shape[2]
+    if args.subgoals == "actions":
+        return belief.goals.unflatten(2, (k, -1)).log()
     goal = sample_goal(args.goal_kind, belief.params, noise)
     if args.subgoals in GIVEN:
         goal = belief.goals.unflatten(2, (k, -1)).flatten(1, 2)
     clock = clock.repeat_interleave(k, 1)
-    log_probs = networks.moa(belief.entities, belief.walls, clock, goal, belief.opponent_legal)
+    log_probs = networks.moa(belief.entities, belief.walls, clock, goal, belief.legal)
     return log_probs.unflatten(1, (-1, k))
 
 
@@ -780,8 +806,7 @@ def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, 
         return torch.where(done[..., None, None], next_game_counts(args, history), history)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
     event = networks.inference(belief.features, seen, method="event").view(history.shape)
-    decay = networks.inference.params["decay"].sigmoid()[:, None, None]
-    history = torch.where(belief.present[..., None], decay * history + event, history)
+    history = torch.where(belief.present[..., None], history + event, history)
     return torch.where(done[..., None, None], history_decay(args) * history, history)
 
 
@@ -1055,6 +1080,8 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
     if args.subgoals not in GIVEN and not args.infer_in_tree:
         noise = goal_noise(args, m, games * trees * k, device=env.device)
         moa_goal = sample_goal(args.goal_kind, params.flatten(1, 2), noise)
+    if args.subgoals == "actions":
+        moa_goal = goal_mean(args.goal_kind, params.flatten(1, 2))
     record_time("infer_subgoals")
 
     def by_learner(x):  # [T = M*n, ...] -> [M, n, ...]
@@ -1062,19 +1089,19 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
 
     def evaluate(position: Position):
         here = tree_map(by_learner, position)
-        clock = here.time / config.final_time
+        clock, views = here.time / config.final_time, entity_views(args, env, here.board, prey_position)
         if args.infer_in_tree:
-            belief = infer_opponents(args, env, networks, here.board, prey_position, here.history, oracle_id, clock)
+            belief = infer_opponents(args, env, networks, views, clock, here.history, oracle_id)
             record_time("infer_subgoals")
             noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
             opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
-            read, legal = belief.goals, belief.legal
+            read = belief.goals
         else:
-            legal, opponent_probs = predict_opponents(args, env, networks, here.board, prey_position, clock, moa_goal)
-            read = goals
+            opponent_probs = predict_opponents(args, networks, views, clock, moa_goal)
+            read = opponent_probs.flatten(2) if args.subgoals == "actions" else goals
         record_time("moa")
-        said = evaluate_policy(args, networks.policy, here.board, clock, here.last_joint, read, legal)
-        return tuple(x.flatten(0, 1) for x in (*said[1:], opponent_probs))
+        _, _, *said = evaluate_policy(args, networks.policy, views, clock, here.last_joint, read)
+        return tuple(x.flatten(0, 1) for x in (*said, opponent_probs))
 
     def advance(position: Position, joint):
         here, history = tree_map(by_learner, position), position.history
@@ -1087,8 +1114,9 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
         time_next = position.time + 1
         over, first_hunt = imagined_end(config, position.board, next_board, time_next, position.first_hunt)
         if args.infer_in_tree:
-            seen = (here.board, prey_position, here.history, oracle_id, here.time / config.final_time)
-            belief, no_end = infer_opponents(args, env, networks, *seen), torch.zeros_like(by_learner(over))
+            views, clock = entity_views(args, env, here.board, prey_position), here.time / config.final_time
+            belief = infer_opponents(args, env, networks, views, clock, here.history, oracle_id)
+            no_end = torch.zeros_like(by_learner(over))
             history = update_history(args, env, networks, belief, by_learner(joint), here.history, no_end).flatten(0, 1)
         return Position(next_board, time_next, first_hunt, joint, history), reward, over
 
@@ -1110,14 +1138,12 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
 
 
 @compilable
-def predict_opponents(args: Args, env, networks: Networks, board, prey_position, clock, goal):
-    """What co-players that pursue `goal` [M, n*K, D] do on boards [M, n, C, H, W] -> the learner's legal actions bool
-    [M, n, 7], probabilities of theirs [M, n, K, 7]"""
-    entities, walls, legal = entity_views(env, board, prey_position)
-    k = legal.shape[2] - 1
-    entities, walls, opponent_legal = (x[:, :, 1:].flatten(1, 2) for x in (entities, walls, legal))
-    log_probs = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goal, opponent_legal)
-    return legal[:, :, 0], log_probs.exp().unflatten(1, (-1, k))
+def predict_opponents(args: Args, networks: Networks, views: tuple, clock, goal):
+    """What co-players that pursue `goal` [M, n*K, D] do on boards seen as `views` [M, n, N, ...] -> [M, n, K, 7]"""
+    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
+    k = views[0].shape[2] - 1
+    log_probs = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goal, legal)
+    return log_probs.exp().unflatten(1, (-1, k))
 
 
 @compilable
@@ -1166,10 +1192,12 @@ def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint):
 
 
 @compilable
-def evaluate_policy(args: Args, policy: Stacked, board, clock, last_joint, goals, legal):
-    """-> the policy's inputs [M, n, i], log-probabilities [M, n, 7], values [M, n]"""
-    inputs = policy_inputs(args, board, clock, last_joint, goals)
-    return inputs, *policy(inputs, legal)
+def evaluate_policy(args: Args, policy: Stacked, views: tuple, clock, last_joint, goals):
+    """views [M, n, N, ...] (see entity_views), of which the policy reads the learner's own -> its inputs [M, n, i],
+    legal actions, log-probabilities [M, n, 7], values [M, n]"""
+    entities, walls, legal = (x[:, :, 0] for x in views)
+    inputs = policy_inputs(args, entities, walls, clock, last_joint, goals)
+    return inputs, legal, *policy(inputs, legal)
 
 
 def stack_steps(steps: list[dict], dim: int = 1) -> dict[str, torch.Tensor]:
@@ -1193,19 +1221,20 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
         clock = seats.per_learner(env.clock(state))
         last_joint = rollout_state["last_joint"].clone()
         found = last_joint[..., :0].float()  # by a search
-        prey_position = history = oracle_id = goals = next_board = history_reset = clock[..., None][..., :0]  # if off
-        if networks.inference is None:
-            legal = seats.to_learners(env.legal_actions(state))
-        else:
-            prey_position, history = seats.per_learner(state.prey_position), rollout_state["history"].clone()
-            if args.subgoals in GIVEN:
-                known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
-                oracle_id = seats.to_learners(env.seats_to_ego(known))[:, :, 1:]
-                oracle_id = F.pad(oracle_id, (0, args.goal_dim - oracle_id.shape[3]))
-            belief = infer_opponents(args, env, networks, board, prey_position, history, oracle_id, clock)
-            goals, legal = belief.goals, belief.legal
+        prey_position = seats.per_learner(state.prey_position)
+        views = entity_views(args, env, board, prey_position, 1 if networks.inference is None else None)
+        history = oracle_id = goals = next_board = history_reset = clock[..., None][..., :0]  # if off
+        if args.subgoals in GIVEN:
+            known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
+            oracle_id = seats.to_learners(env.seats_to_ego(known))[:, :, 1:]
+            oracle_id = F.pad(oracle_id, (0, args.goal_dim - oracle_id.shape[3]))
+            goals = oracle_id.flatten(2)
+        if networks.inference is not None:
+            history = rollout_state["history"].clone()
+            belief = infer_opponents(args, env, networks, views, clock, history, oracle_id)
+            goals = belief.goals
             record_time("infer_subgoals")
-        inputs, log_probs, value = evaluate_policy(args, networks.policy, board, clock, last_joint, goals, legal)
+        inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
         values.append(value)
         if step == num_steps:
             break
@@ -1334,23 +1363,22 @@ def target_planes(config: StagHuntConfig, entities, walls):
 def encode_history(args: Args, env, networks: Networks, windows: Transitions, history):
     """Runs q_phi along windows [M, T, G, ...] from history [M, G, K, hidden] on. -> the co-players' entities, walls,
     legal actions and features [M, n = T*G*K, _], histories before each step [M, T, G, K, hidden] and after the last"""
-    board, prey_position = windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2).long()
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in entity_views(env, board, prey_position))
+    board, prey_position = windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2)
+    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in entity_views(args, env, board, prey_position))
     features = networks.inference(entities, walls, method="encoder")
     seen = windows.joint.long()[..., env.ego[1:]].flatten(1, 3)
     event = networks.inference(features, seen, method="event").view(windows.history.shape)
     present = (entities[..., 0] < env.config.num_cells).view(event.shape[:-1])[..., None]
     left = torch.where(windows.done, history_decay(args), 1.0).masked_fill(windows.history_reset, 0.0)[..., None, None]
-    decay = networks.inference.params["decay"].sigmoid()[:, None, None, None]
-    keep, add = torch.where(present, decay, 1.0) * left, torch.where(present, event, 0.0) * left
+    event = torch.where(present, event, 0.0)
     histories = []
-    for add_now, keep_now in zip(add.unbind(1), keep.unbind(1), strict=True):
+    for event_now, left_now in zip(event.unbind(1), left.unbind(1), strict=True):
         histories.append(history)
-        history = torch.addcmul(add_now, keep_now, history)
+        history = (history + event_now) * left_now
     return entities, walls, legal, features, torch.stack(histories, 1), history
 
 
-def hindsight_goals(args: Args, config, networks, selection: str, windows: Transitions, goals, prior, present):
+def hindsight_goals(args: Args, env, networks, selection: str, windows: Transitions, goals, prior, present):
     """The subgoal that each co-player turned out to pursue, f_psi(s^g). windows [M, T, G, ...]; goals [M, T, G, K, D]
     as inferred; prior [M, T, G, K, _], f_psi of each state; present bool [M, T, G, K] -> parameters like prior"""
     m, steps, games, k = present.shape
@@ -1366,11 +1394,12 @@ def hindsight_goals(args: Args, config, networks, selection: str, windows: Trans
     # V(s_t, g): the critic's value if co-player j pursued the candidate and the others what is inferred of them
     own = torch.eye(k, dtype=torch.bool, device=present.device)[..., None]  # [j, K, 1]
     tried = torch.where(own, candidate[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
-    seen = (windows.board, windows.time / config.final_time, windows.last_joint, goals.flatten(3))
-    x = policy_inputs(args, *(field.flatten(1, 2) for field in seen))[..., : -k * goals.shape[4]]
+    flat = Transitions(*(x.flatten(1, 2) for x in windows))
+    entities, walls, _ = (x[:, :, 0] for x in entity_views(args, env, flat.board, flat.prey_position, 1))
+    rest = (flat.time / env.config.final_time, flat.last_joint, goals.flatten(1, 2).flatten(2))
+    x = networks.policy(policy_inputs(args, entities, walls, *rest), method="features")[..., : -k * goals.shape[4]]
     x = x.view(m, steps, 1, games, 1, -1).expand(*tried.shape[:5], -1)
-    x = torch.cat([x, tried.flatten(5).to(x.dtype)], 5).flatten(1, 4)
-    value = networks.policy(x, method="value").view(valid.shape)
+    value = networks.policy(torch.cat([x, tried.flatten(5)], 5).flatten(1, 4), method="value").view(valid.shape)
     worst_first = value if selection == "conservative" else -value
     best = torch.where(valid, worst_first, math.inf).argmin(2)
     index = torch.where(valid.any(2), (now + 1 + best).clamp(max=steps - 1), now)
@@ -1393,12 +1422,14 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
     selection = args.subgoal_selection if args.subgoals == "inferred" and not pretraining else "final"
     with torch.no_grad():
         goals, priors = goal_mean(kind, posterior).view(*shape, -1), prior.view(*shape, -1)
-        hindsight = hindsight_goals(args, config, networks, selection, windows, goals, priors, present).flatten(1, 3)
+        hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present).flatten(1, 3)
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
     use_hindsight = torch.rand(*posterior.shape[:2], 1, device=device) < eps
     moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), goal)
     if args.subgoals in GIVEN:
         moa_goal = windows.oracle_id.flatten(1, 3)
+    if args.subgoals == "actions":
+        moa_goal = goal_mean(kind, posterior)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     same = same_game(windows.done)
     if args.moa_data == "rewarded":
@@ -1417,7 +1448,9 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
     losses = {"moa": moa_nll(networks.moa, moa_goal)}
     losses["recon"] = reconstruction(networks.inference(goal, history, method="reconstruct"))
     losses["kl"] = masked_mean(goal_kl(kind, posterior, hindsight), weight)
-    losses["loss"] = losses["moa"] + losses["recon"] + args.kl_coef * losses["kl"]
+    losses["loss"] = losses["moa"]
+    if args.subgoals != "actions":
+        losses["loss"] = losses["moa"] + losses["recon"] + args.kl_coef * losses["kl"]
     if pretraining:
         goal = sample_goal(kind, prior, goal_noise(args, *prior.shape[:2], device=device))
         vae_kl = masked_mean(goal_kl(kind, prior, torch.zeros_like(prior)), weight)
@@ -1428,7 +1461,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
 
 def hop_losses(args: Args, env, networks: Networks, windows: Transitions):
     """HOP: MOA given the prey, stag or hare, that the co-player took, where the window shows it. -> losses [M]"""
-    views = entity_views(env, windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2).long())
+    views = entity_views(args, env, windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2))
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
     action, same = windows.joint[..., 1:].long(), same_game(windows.done)
     caught = torch.where(windows.exited[..., 1:], action - STAY, 0)
@@ -1571,6 +1604,15 @@ def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -
     return Transitions(*(x.flatten(1, 2) for x in windows._replace(history=history)))
 
 
+def borrow_goals(belief: OpponentBelief) -> dict:
+    """For every second of n imagined rollouts the subgoals of another one -> {field: where, what}"""
+    n, k = belief.present.shape[1:]
+    other = torch.rand(n, device=belief.goals.device).argsort()
+    where = (torch.arange(n, device=other.device) % 2 == 0)[None, :, None]
+    params = belief.params.unflatten(1, (n, k))[:, other].flatten(1, 2)
+    return {"goals": (where, belief.goals[:, other]), "params": (where.repeat_interleave(k, 1), params)}
+
+
 @torch.no_grad()
 def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horizon) -> dict[str, torch.Tensor]:
     """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M] steps. -> samples [M, h,
@@ -1580,9 +1622,12 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     time_now, first_hunt = start.time.int(), start.first_hunt.int()
     for step in range(args.imagination_horizon + 1):
         clock = time_now / config.final_time
-        belief = infer_opponents(args, env, networks, board, start.prey_position, history, start.oracle_id, clock)
-        seen = (board, clock, last_joint, belief.goals, belief.legal)
-        inputs, log_probs, value = evaluate_policy(args, networks.policy, *seen)
+        views = entity_views(args, env, board, start.prey_position)
+        belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)
+        if step == 0:
+            borrowed = borrow_goals(belief) if args.imagined_goals == "prior" else {}
+        belief = belief._replace(**{name: torch.where(*x, getattr(belief, name)) for name, x in borrowed.items()})
+        inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
         values.append(value)
         if step == args.imagination_horizon:
             break
@@ -1595,7 +1640,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         time_now = time_now + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_now, first_hunt)
         log_prob = log_probs.gather(2, action[..., None])[..., 0]
-        sampled = {"inputs": inputs, "legal": belief.legal, "action": action, "log_prob": log_prob}
+        sampled = {"inputs": inputs, "legal": legal, "action": action, "log_prob": log_prob}
         reward = shape_reward(args, config, reward, board, joint)
         samples.append(sampled | {"log_probs": log_probs, "reward": reward, "ended": ended, "mask": mask})
         history = update_history(args, env, networks, belief, joint, history, torch.zeros_like(ended))
@@ -1714,9 +1759,11 @@ def moa_metrics(args: Args, env, seats, networks: Networks, transitions: Transit
     metrics [M], confusion [M, true action, predicted]"""
     stride = transitions.done.shape[1] // len(episodes["probs"])
     steps = Transitions(*(x[:, stride - 1 :: stride].flatten(1, 2) for x in transitions))
-    belief = infer_opponents(args, env, networks, steps.board, steps.prey_position, steps.history, steps.oracle_id)
+    views = entity_views(args, env, steps.board, steps.prey_position)
+    clock = steps.time / env.config.final_time
+    belief = infer_opponents(args, env, networks, views, clock, steps.history, steps.oracle_id)
     noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
-    predicted = predict_actions(args, networks, belief, steps.time / env.config.final_time, noise).exp()
+    predicted = predict_actions(args, networks, belief, clock, noise).exp()
     action, weight = steps.joint[..., 1:].long()[..., None], belief.present.float()  # [M, n, K, 1], [M, n, K]
 
     def by_learner(probs):  # [T / 8, B, N, 7] -> [M, n, K, 7]
@@ -2174,7 +2221,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     networks, optimizers, replay = watch.networks, watch.optimizers, watch.replay
     rates = {"opponents": 3e-3} | ({"world": 2e-3} if networks.world is not None else {})
     if args.vae_checkpoint:
-        load_pretrained(args.vae_checkpoint, "subgoals-5", ("prior", "inference", "moa", "moa_prior"), args, networks)
+        load_pretrained(args.vae_checkpoint, "subgoals-6", ("prior", "inference", "moa", "moa_prior"), args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
         load_pretrained(args.world_model_checkpoint, "world-model-6", ("world",), args, networks)

@@ -259,7 +259,7 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(not learns, f"--seats {args.seats}: nobody learns")
     refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
     refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
-    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals or --imagination")
+    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred or --imagination")
     refuse(args.world_model_checkpoint and not args.imagination, "--world-model-checkpoint needs --imagination")
     refuse(weights and args.wm_head != "pixel", "--wm-channel-weights belongs to --wm-head pixel")
     refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
@@ -454,9 +454,7 @@ def goal_mean(kind: str, params):
 
 
 def goal_noise(args: Args, *shape, device):
-    """[*shape, D]: standard normal, or Gumbel for discrete subgoals; none where MOA has no subgoals"""
-    if args.subgoals == "actions":
-        return torch.zeros(*shape, args.goal_dim, device=device)
+    """[*shape, D]: standard normal, or Gumbel for discrete subgoals"""
     if args.goal_kind == "continuous":
         return torch.randn(*shape, args.goal_dim, device=device)
     return -torch.log(-torch.log(torch.rand(*shape, args.goal_dim, device=device).clamp(1e-6, 1 - 1e-6)))
@@ -744,6 +742,8 @@ def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, hi
 def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, clock, noise):
     """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next [M, n, K, 7]"""
     k = belief.present.shape[2]
+    if args.subgoals == "actions":
+        return belief.goals.unflatten(2, (k, -1)).log()
     goal = sample_goal(args.goal_kind, belief.params, noise)
     if args.subgoals in GIVEN:
         goal = belief.goals.unflatten(2, (k, -1)).flatten(1, 2)
@@ -1021,7 +1021,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
     if args.subgoals in GIVEN:
         moa_goal = windows.oracle_id.flatten(1, 3)
     if args.subgoals == "actions":
-        moa_goal = goal
+        moa_goal = goal_mean(kind, posterior)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     same = same_game(windows.done)
     if args.moa_data == "rewarded":

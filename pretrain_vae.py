@@ -49,7 +49,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "subgoals-5"  # of a checkpoint
+FORMAT = "subgoals-6"  # of a checkpoint
 KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
     "state only": "moa_prior",
@@ -233,6 +233,7 @@ class BoardEncoder(nn.Module):
         rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
         lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
+        lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
         lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
@@ -270,14 +271,14 @@ class SubgoalPrior(nn.Module):
 
 class SubgoalInference(nn.Module):
     """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
-    subgoal and history -> state. The history adds up evidence, h <- decay * h + event, as Bayes' rule does."""
+    subgoal and history -> state. The history adds up evidence, h <- h + event, as Bayes' rule does, and only a game's
+    end lets some of it go. tanh makes beliefs of it: what is certain stays so, however much there is."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
-        self.decay = nn.Parameter(torch.full((hidden,), 4.0))  # sigmoid: 0.98 a step
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden, gain=0.1)
         self.head = mlp(2 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
         self.decoder = mlp(args.goal_dim + hidden, hidden, math.prod(config.observation_shape))
 
@@ -287,10 +288,10 @@ class SubgoalInference(nn.Module):
         return self.events(torch.cat([features, acts], 1))
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, history], 1))
+        return self.head(torch.cat([features, history.tanh()], 1))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, history], 1))
+        return self.decoder(torch.cat([goal, history.tanh()], 1))
 
 
 class ActionModel(nn.Module):
@@ -470,12 +471,8 @@ def infer_trajectories(inference: Stacked, batch: Batch) -> tuple[torch.Tensor, 
     event = inference(features, batch.joint, method="event")
     place = batch.place[..., None].expand_as(event)
     grid = event.new_zeros(len(event), math.prod(batch.shape), event.shape[2]).scatter(1, place, event)
-    # All steps at once: before step t, event u < t has been multiplied by decay t - 1 - u times.
-    clock = torch.arange(batch.shape[1], device=event.device)
-    ago = clock[:, None] - clock - 1
-    decay = inference.params["decay"].sigmoid()[..., None, None]
-    kept = torch.where(ago >= 0, decay ** ago.clamp(min=0), 0.0)  # [S, hidden, T, T]
-    history = torch.einsum("shtu,sbuh->sbth", kept, grid.unflatten(1, batch.shape)).flatten(1, 2).gather(1, place)
+    earlier = event.new_ones(batch.shape[1], batch.shape[1]).tril(-1)  # [t, u]: event u comes before step t
+    history = (earlier @ grid.unflatten(1, batch.shape)).flatten(1, 2).gather(1, place)
     return inference(features, history), history
 
 

@@ -576,8 +576,9 @@ class Seats:
         kinds = kinds.repeat_interleave(games, 0)  # [B, N]
         mixed, self._switching = kinds == MIXED, kinds == SWITCHING
         # Dealt evenly: with players that stay, a seed's luck would else be larger than what is to be measured.
-        place = torch.rand(len(tables), games, n, device=device).argsort(1) + torch.randint(count, (len(tables), 1, n), device=device)
-        self.kinds = torch.where(mixed, place.flatten(0, 1) % count, kinds)
+        order = torch.rand(len(tables), games, n, device=device).argsort(1)
+        dealt = order + torch.randint(count, (len(tables), 1, n), device=device)
+        self.kinds = torch.where(mixed, dealt.flatten(0, 1) % count, kinds)
         if self._switches:
             self._either = kind["nearest_stag"], kind["nearest_hare"]
             first = torch.where(torch.rand(kinds.shape, device=device) < 0.5, *self._either)

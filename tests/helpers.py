@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,26 +158,6 @@ def record_games(env, play, *args):
 
 
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
-TINY = {  # flags of hopplus_ppo.py and hopplus_mcts.py for runs of a second
-    **{
-        "device": "cpu",
-        "seats": "learner,learner,learner",
-        "num_envs": 4,
-        "num_steps": 8,
-        "total_steps": 64,
-        "log_every": 1,
-    },
-    **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "hidden": 8, "goal_dim": 5, "save_every": 2},
-    **{"model_games": 2, "wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4},
-    **{
-        "replay_rollouts": 2,
-        "imagination_horizon": 4,
-        "trust_exact_match": 0.0,
-        "compile": False,
-        "config": TINY_CONFIG,
-    },
-    **{"ppo_real_ratio": 0.2, "subgoal_period": 1},
-}
 
 
 def lines_of(folder):
@@ -187,17 +166,6 @@ def lines_of(folder):
 
 def without_times(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
-
-
-def parts_of(x, inputs):
-    """What a policy reads, taken apart again: board, clock, last joint action, subgoals"""
-    shape, n = x.env.config.observation_shape, x.env.config.num_players
-    sizes = [x.nets.policy.padding, math.prod(shape), 1, 7 * n]
-    nothing, board, clock, acts, goals = inputs.split([*sizes, inputs.shape[-1] - sum(sizes)], -1)
-    assert (nothing == 0).all() and inputs.shape[-1] % 8 == 0
-    board, acts = board.unflatten(-1, shape).byte(), acts.unflatten(-1, (n, 7))
-    assert (acts.sum(-1) == 1).all()
-    return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}
 
 
 def same_tree(a, b):

@@ -16,7 +16,7 @@ from helpers import (
     same_tree,
     seeded,
 )
-from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded
+from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded, views
 from torch import nn
 
 import hopplus_ppo as hop
@@ -51,21 +51,24 @@ def network_cases():
     history = torch.randn(3, 8, 8, generator=seeded(3))
     joint = torch.randint(7, (3, 8, 3), generator=seeded(4))
     board, belief_inputs = steps.board, (belief.entities, belief.walls)
-    inputs = hop.policy_inputs(args, board, clock[:, :4], steps.last_joint, belief.goals)
+    entities, walls, legal = (x[:, :, 0] for x in views(state, steps))
+    inputs = hop.policy_inputs(args, entities, walls, clock[:, :4], steps.last_joint, belief.goals)
+    features = state.networks.policy(inputs, method="features").detach()
     pixel = functools.partial(hop.PixelWorldModel, config, args)
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
     prior = functools.partial(hop.SubgoalPrior, config, args)
     moa = functools.partial(hop.ActionModel, config, args)
     return {
-        "policy": (functools.partial(hop.ActorCritic, config, args), (inputs, belief.legal), "forward"),
-        "value": (functools.partial(hop.ActorCritic, config, args), (inputs,), "value"),
+        "policy": (functools.partial(hop.ActorCritic, config, args), (inputs, legal), "forward"),
+        "policy's features": (functools.partial(hop.ActorCritic, config, args), (inputs,), "features"),
+        "value": (functools.partial(hop.ActorCritic, config, args), (features,), "value"),
         "prior": (prior, belief_inputs, "forward"),
         "prior's decoder": (prior, (noise,), "reconstruct"),
         "features": (inference, belief_inputs, "encoder"),
         "event": (inference, (belief.features, joint), "event"),
         "posterior": (inference, (belief.features, history), "forward"),
-        "moa": (moa, (*belief_inputs, clock, noise, belief.opponent_legal), "forward"),
+        "moa": (moa, (*belief_inputs, clock, noise, belief.legal), "forward"),
         "world": (world, (board, steps.joint), "predict"),
         "world's loss": (world, (board, steps.joint, steps.next_board, steps.reward), "loss"),
         "pixel": (pixel, (board, steps.joint), "predict"),
@@ -278,11 +281,13 @@ def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
 @pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
 def test_views_of_a_board_are_those_of_the_game(config):
     env, generator = StagHuntEnv(config, 40, seed=2), seeded(3)
-    kinds, n, cells = random_kinds(env, generator), config.num_players, config.num_cells
+    kinds, n, cells, args = random_kinds(env, generator), config.num_players, config.num_cells, make_args()
     for _ in range(6):
         state = env.state
-        prey = state.prey_position.long().expand(n, -1, -1)
-        entities, walls, legal = hop.entity_views(env, env.observe(state).transpose(0, 1), prey)
+        board, prey = env.observe(state).transpose(0, 1), state.prey_position.byte().expand(n, -1, -1)
+        entities, walls, legal = hop.entity_views(args, env, board, prey)
+        own = hop.entity_views(args, env, board, prey, 1)
+        assert all(torch.equal(x, y[:, :, :1]) for x, y in zip(own, (entities, walls, legal), strict=True))
         expected_legal = env.seats_to_ego(env.legal_actions(state)).transpose(0, 1)
         assert torch.equal(legal, expected_legal)
         for i, k in itertools.product(range(n), range(n)):  # player i's view of how its k-th co-player sees it
@@ -293,6 +298,36 @@ def test_views_of_a_board_are_those_of_the_game(config):
             assert not config.max_wall_pieces or torch.equal(walls[i, :, k], state.walls.float())
         env.step(mixed_actions(env, state, kinds, 0.2, generator))
     assert not env.state.present.all()
+
+
+@pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
+def test_an_observer_that_has_left_still_sees_the_board(config):
+    """Its co-players and the prey as from the board's first cell; of itself that it is not there"""
+    torch.manual_seed(1)
+    encoder, n, cells = hop.BoardEncoder(config, 8), config.num_players, config.num_cells
+    kinds = [n] * config.num_stags + [n + 1] * config.num_hares
+    entities = torch.randint(cells, (1, n + len(kinds)))
+    entities[0, 0] = cells
+    walls = torch.zeros(1, cells if config.max_wall_pieces else 1)
+    rows = encoder.lookup[encoder.kind, entities[:, :1], entities][0].tolist()
+    wide, nothing = 2 * config.width - 1, len(encoder.table) - 1
+    expected = [nothing]
+    for kind, cell in zip([*range(1, n), *kinds], entities[0, 1:].tolist(), strict=True):
+        row, column = divmod(cell, config.width)
+        expected.append(
+            kind * wide * (2 * config.height - 1) + (row + config.height - 1) * wide + column + config.width - 1
+        )
+    assert rows == expected
+    before = encoder(entities, walls)
+    for i in range(1, n):
+        moved = entities.clone()
+        moved[0, i] = (moved[0, i] + 1) % cells
+        assert (encoder(moved, walls) != before).any(), f"player {i} moves"
+        moved[0, i] = cells
+        assert (encoder(moved, walls) != before).any(), f"player {i} leaves"
+    returned = entities.clone()
+    returned[0, 0] = 0
+    assert (encoder(returned, walls) != before).any()
 
 
 def test_the_oracle_tells_who_sits_there():
@@ -320,6 +355,80 @@ def test_the_posterior_is_that_of_the_seats_in_ego_order():
     assert torch.equal(out["goals"][0], w.oracle_id[0].flatten(2))
 
 
+@pytest.mark.parametrize("subgoals", ["posterior", "oracle"])
+def test_given_subgoals_need_no_models(subgoals):
+    """Without imagination nothing is inferred or pretrained, and the policy learns to read what is given."""
+    changes = {"imagination": False, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 16}
+    state = make_state(subgoals=subgoals, **changes)
+    assert [name for name, x in state.networks._asdict().items() if x is not None] == ["policy"]
+    assert set(state.optimizers) == {"policy"} and state.offline_replay is None
+    before = copy.deepcopy(state.networks.policy.state_dict())
+    seen = hop.train_iteration(state, True, True)
+    goals, given = seen["outputs"]["goals"], seen["transitions"].oracle_id
+    assert torch.equal(goals, given.flatten(3)) and (given.sum(4) - 1).abs().max() < 1e-5
+    assert torch.equal(read_inputs(TINY_CONFIG, seen["real"]["inputs"])["goals"], goals.flatten(1, 2))
+    changed = {name: x != before[name] for name, x in state.networks.policy.state_dict().items()}
+    assert all(x.any() for x in changed.values())
+    read = goals.flatten(0, 2).any(0).expand(2, -1)[0]  # a kind that nobody is teaches nothing
+    assert torch.equal(changed["trunk.0.weight"][0][:, -goals.shape[3] :].any(0), read)
+    metrics = state.metrics.read()
+    assert state.replay.data is None and not any(name.startswith(("moa/", "omg/", "wm/")) for name in metrics)
+    for imagination in (False, True):
+        networks = make_state(subgoals=subgoals, imagination=imagination).networks
+        assert (
+            (networks.inference is not None)
+            == (networks.moa is not None)
+            == (networks.world is not None)
+            == imagination
+        )
+
+
+@pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
+def test_the_policy_may_read_predicted_actions(goal_kind):
+    """--subgoals actions: MOA's probabilities given q_phi's mean, [M, n, K * 7]"""
+    state = make_state(subgoals="actions", goal_kind=goal_kind, num_envs=8)
+    state.networks.moa.params["head.4.weight"].data.mul_(100.0)  # else all actions are equally likely
+    inference, moa = state.networks.inference, state.networks.moa
+    w, out, _ = play(state, 10)
+    assert out["goals"].shape == (3, 10, 8, 2 * 7)
+    assert torch.equal(read_inputs(TINY_CONFIG, out["inputs"], 7)["goals"], out["goals"])
+    for t in range(10):
+        steps = one_step(w, t)
+        history, clock = steps.history.float(), steps.time / 6
+        entities, walls, legal = views(state, steps)
+        with torch.no_grad():
+            for k in (0, 1):
+                seen = entities[:, :, 1 + k], walls[:, :, 1 + k]
+                params = inference(inference(*seen, method="encoder"), history[:, :, k])
+                mean = params[..., :4] if goal_kind == "continuous" else params.softmax(-1)
+                probs = moa(*seen, clock, mean, legal[:, :, 1 + k]).exp()
+                found = out["goals"][:, t, :, 7 * k : 7 * k + 7]
+                torch.testing.assert_close(found, probs, atol=2e-3, rtol=2e-2)  # histories are kept in half precision
+                assert (found[~legal[:, :, 1 + k]] == 0).all() and found.std() > 0.05
+            belief = infer(state, steps, history)
+            noise = hop.goal_noise(state.args, 3, 16, device=CPU)
+            predicted = hop.predict_actions(state.args, state.networks, belief, clock, noise).exp()
+        torch.testing.assert_close(predicted.flatten(2), belief.goals)
+
+
+@pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
+def test_predicted_actions_are_learned_by_their_own_loss_alone(goal_kind):
+    state = make_state("ppo-omg", subgoals="actions", goal_kind=goal_kind, num_envs=16)
+    w, _, _ = play(state, 14)
+    losses = model_losses(state, w)
+    assert torch.equal(losses["loss"], losses["moa"]) and (losses["recon"] > 0).all()
+    with torch.no_grad():
+        torch.manual_seed(6)
+        again = hop.opponent_model_losses(state.args, state.env, state.networks, w, 1.0)["moa"]
+    assert torch.equal(again, losses["moa"]), "neither noise nor hindsight is in it"
+    losses["loss"].sum().backward()
+    moved = {name for name, p in state.networks.inference.params.items() if p.grad is not None and p.grad.any()}
+    assert moved == {name for name in state.networks.inference.params if not name.startswith("decoder.")}
+    assert all(p.grad.any() for p in state.networks.moa.parameters())
+    others = state.networks.policy.parameters() + state.networks.prior.parameters()
+    assert all(p.grad is None for p in others)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Belief about co-players
 
@@ -341,8 +450,7 @@ def test_histories_are_in_each_co_players_own_order():
     features = belief.features.unflatten(1, (4, 2))
     for k, own_order in ((0, [5, 1, 0]), (1, [1, 0, 5])):
         event = inference(features[:, :, k], torch.tensor(own_order).expand(3, 4, 3), method="event")
-        expected = inference.params["decay"].sigmoid()[:, None] * history[:, :, k] + event
-        torch.testing.assert_close(one[:, :, k], expected)
+        torch.testing.assert_close(one[:, :, k], history[:, :, k] + event)
 
 
 @pytest.mark.parametrize("belief", [False, True])
@@ -365,6 +473,40 @@ def test_what_is_left_of_a_history_after_a_game(belief):
         assert (state.rollout_state["last_joint"][over] == STAY).all()
         ends += int(over.sum())
     assert ends > 5
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+def test_histories_add_up_within_a_game_and_fade_between_games(discount):
+    """If each step leaves 0.25, a history is 0.25 * steps that the co-player was there, times discount at each end."""
+    state = make_state("ppo-omg", memory_discount=discount, history_reset_prob=0.0, num_envs=16)
+    events = state.networks.inference.params
+    events["events.2.weight"].data.zero_()
+    events["events.2.bias"].data.fill_(0.25)
+    w, _, _ = play(state, 24)
+    there = w.board[:, :, :, 1:3].flatten(4).amax(4) > 0  # [M, T, E, K]
+    expected, games = torch.zeros(3, 16, 2), torch.zeros(3, 16)
+    for t in range(24):
+        torch.testing.assert_close(w.history[:, t], expected[..., None].expand(-1, -1, -1, 8).half())
+        expected = expected + 0.25 * there[:, t]
+        expected = torch.where(w.done[:, t, :, None], discount * expected, expected)
+        games += w.done[:, t]
+    last = state.rollout_state["history"]
+    torch.testing.assert_close(last, expected[..., None].expand(-1, -1, -1, 8))
+    *_, histories, after = hop.encode_history(state.args, state.env, state.networks, w, torch.zeros_like(last))
+    torch.testing.assert_close(histories, w.history.float(), atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(after, last)
+    assert (games >= 2).all() and not there.all() and (discount == 0 or (last > 0.5).any())
+
+
+def test_what_is_certain_stays_certain():
+    """tanh: a history that grows on changes nothing any more, neither subgoals nor reconstructions"""
+    state = make_state("ppo-omg")
+    steps = one_step(play(state, 2)[0], 1)
+    one, two, little = (infer(state, steps, torch.full((3, 4, 2, 8), x)).params for x in (20.0, 2000.0, 0.5))
+    assert torch.equal(one, two) and not torch.allclose(one, little)
+    inference, goal = state.networks.inference, torch.randn(3, 8, 4, generator=seeded(1))
+    far, further = (inference(goal, torch.full((3, 8, 8), x), method="reconstruct") for x in (20.0, 2000.0))
+    assert torch.equal(far, further)
 
 
 def test_some_histories_are_reset_after_a_game_and_only_then():
@@ -449,14 +591,17 @@ def test_hindsight_subgoals_by_brute_force(selection):
     done, present, number = random_games(m, steps, games, k, seed=1)
     generator = seeded(2)
     goals, prior = torch.randn(m, steps, games, k, d, generator=generator), torch.randn(m, steps, games, k, 2 * d)
-    board = torch.randint(2, (m, steps, games, 6, 3, 4), generator=generator, dtype=torch.uint8)
+    env = StagHuntEnv(TINY_CONFIG, m * steps * games, seed=3)
+    board, prey = env.observe(env.state)[:, 0], env.state.prey_position
+    board, prey = (x.unflatten(0, (m, steps, games)) for x in (board, prey.byte()))
     time, joint = torch.randint(6, (2, m, steps, games), generator=generator).byte()
     joint = joint[..., None].expand(-1, -1, -1, 3)
-    empty = dict.fromkeys(hop.Transitions._fields)
-    windows = hop.Transitions(**empty | {"done": done, "board": board, "time": time, "last_joint": joint})
+    fields = dict.fromkeys(hop.Transitions._fields, done)
+    fields |= {"board": board, "prey_position": prey, "time": time, "last_joint": joint}
+    windows = hop.Transitions(**fields)
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
     with torch.no_grad():
-        ours = hop.hindsight_goals(args, TINY_CONFIG, hop.Networks(policy), selection, windows, goals, prior, present)
+        ours = hop.hindsight_goals(args, env, hop.Networks(policy), selection, windows, goals, prior, present)
     chosen_ahead = 0
     for i, t, g, j in np.ndindex(m, steps, games, k):
         same = [u for u in range(steps) if number[i, u, g] == number[i, t, g] and present[i, u, g, j]]
@@ -467,11 +612,12 @@ def test_hindsight_subgoals_by_brute_force(selection):
         elif later:
             tried = goals[i, t, g].repeat(len(later), 1, 1)
             tried[:, j] = prior[i, later, g, j, :d]
-            fields = (board[i, t, g], time[i, t, g] / 6, joint[i, t, g])
-            rows = [x.expand(2, len(later), *x.shape) for x in fields]
-            inputs = hop.policy_inputs(args, *rows, tried.flatten(1).expand(2, -1, -1))
+            fields = (board[i, t, g], prey[i, t, g], time[i, t, g] / 6, joint[i, t, g])
+            seen, cells, *rest = (x.expand(2, len(later), *x.shape) for x in fields)
+            seen = hop.entity_views(args, env, seen, cells)
             with torch.no_grad():
-                value = policy(inputs, method="value")[i].tolist()
+                *_, value = hop.evaluate_policy(args, policy, seen, *rest, tried.flatten(1).expand(2, -1, -1))
+            value = value[i].tolist()
             expected = later[value.index((min if selection == "conservative" else max)(value))]
         assert torch.equal(ours[i, t, g, j], prior[i, expected, g, j]), (i, t, g, j)
         chosen_ahead += expected > t + 1
@@ -484,11 +630,12 @@ def model_losses(state, windows, eps=0.0, **changes):
     return hop.opponent_model_losses(args, state.env, state.networks, windows, eps)
 
 
+@pytest.mark.parametrize("subgoals", ["inferred", "actions"])
 @pytest.mark.parametrize("data", ["present", "rewarded"])
-def test_moa_learns_what_co_players_did_while_they_were_there(data, monkeypatch):
+def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, monkeypatch):
     """The loss against a plain sum: the action taken in s_t, by co-players on the board, each of their games alike"""
     monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
-    state = make_state("ppo-omg", num_envs=16)
+    state = make_state("ppo-omg", subgoals=subgoals, num_envs=16)
     w, _, _ = play(state, 14)
     losses = model_losses(state, w, moa_data=data)["moa"].tolist()
     gone, ignored = 0, 0

@@ -12,7 +12,7 @@ from helpers import (
     TINY_CONFIG,
     seeded,
 )
-from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded
+from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded, views
 from torch import nn
 
 import hopplus_ppo as hop
@@ -114,7 +114,7 @@ def test_imagined_games_follow_the_rules_and_end(limit):
     for k in range(4):
         assert torch.equal(dream["board"][:, k], board) and torch.equal(dream["mask"][:, k], expected)
         torch.testing.assert_close(dream["clock"][:, k], time / 6)
-        _, _, legal = hop.entity_views(state.env, board, start.prey_position.long())
+        _, _, legal = views(state, start._replace(board=board))
         assert torch.equal(dream["legal"][:, k], legal[:, :, 0]) and not legal.all(3).any()
         assert legal[:, :, 0].gather(2, dream["action"][:, k][..., None]).all()
         if k < 3:
@@ -160,8 +160,10 @@ def test_imagined_subgoals_are_inferred_as_real_ones_are(goal_kind):
         belief = infer(state, real._replace(board=board), history)
         torch.testing.assert_close(dream["goals"][:, k], belief.goals)
         with torch.no_grad():
-            given = (state.args, state.networks.policy, board, clock, last, belief.goals, belief.legal)
-            _, log_probs, value = hop.evaluate_policy(*given)
+            seen = views(state, real._replace(board=board))
+            *_, log_probs, value = hop.evaluate_policy(
+                state.args, state.networks.policy, seen, clock, last, belief.goals
+            )
             if k < 3:
                 joint = dream["last_joint"][:, k + 1]
                 history = hop.update_history(state.args, state.env, state.networks, belief, joint, history, never)
@@ -184,6 +186,57 @@ def test_imagined_co_players_are_drawn_from_moa():
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
+@pytest.mark.parametrize("subgoals", ["inferred", "posterior"])
+def test_every_second_imagined_game_may_be_with_the_subgoals_of_another(subgoals, monkeypatch):
+    """The policy reads them and MOA acts by them, from the first step to the last; the others are as they were."""
+    changes = {"subgoals": subgoals, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 64}
+    state, believed, predict_actions = make_state(imagined_goals="prior", **changes), [], hop.predict_actions
+    start = one_step(play(state, 8)[0], 3)
+    mask = hop.learner_mask(TINY_CONFIG, start.board)
+    if subgoals == "posterior":  # each its own
+        start = start._replace(oracle_id=torch.rand(start.oracle_id.shape, generator=seeded(1)))
+
+    def predict(args, networks, belief, *given):
+        believed.append(belief)
+        return predict_actions(args, networks, belief, *given)
+
+    monkeypatch.setattr(hop, "predict_actions", predict)
+    torch.manual_seed(1)
+    dream, first = imagined(state, start, mask), infer(state, start, start.history.float())
+    rows = mask.shape[1]
+    lenders = [int((first.goals[0] == dream["goals"][0, 0, i]).all(1).int().argmax()) for i in range(rows)]
+    borrowed, own = range(0, rows, 2), range(1, rows, 2)
+    assert [lenders[i] for i in own] == list(own) and len({lenders[i] for i in borrowed}) == len(borrowed)
+    assert sum(lenders[i] != i for i in borrowed) > 0.8 * len(borrowed), "those of another game"
+    history, never = start.history.float(), torch.zeros_like(start.done)
+    params = first.params.unflatten(1, (rows, 2))
+    moved = 0
+    for k, belief in enumerate(believed):
+        here = start._replace(board=dream["board"][:, k], time=start.time + k)
+        now = infer(state, here, history)
+        asked, inferred = (x.params.unflatten(1, (rows, 2)) for x in (belief, now))
+        for i in borrowed:
+            assert torch.equal(dream["goals"][:, k, i], first.goals[:, lenders[i]])
+            assert torch.equal(belief.goals[:, i], first.goals[:, lenders[i]])
+            assert torch.equal(asked[:, i], params[:, lenders[i]])
+        torch.testing.assert_close(dream["goals"][:, k, 1::2], now.goals[:, 1::2])
+        torch.testing.assert_close(asked[:, 1::2], inferred[:, 1::2])
+        moved += int((inferred[:, 1::2] != params[:, 1::2]).any())
+        if k < 3:
+            joint = dream["last_joint"][:, k + 1]
+            history = hop.update_history(state.args, state.env, state.networks, now, joint, history, never)
+    assert len(believed) == 4 and moved == 3, "inferred anew in each step, but where they are borrowed"
+
+
+def test_subgoals_are_borrowed_only_if_there_are_any():
+    for subgoals in ("inferred", "posterior", "oracle"):
+        hop.validate(make_args(subgoals=subgoals, imagined_goals="prior"))
+    for subgoals in ("none", "actions"):
+        hop.validate(make_args(subgoals=subgoals))
+        with pytest.raises(ValueError, match=f"needs subgoals, not --subgoals {subgoals}"):
+            hop.validate(make_args(subgoals=subgoals, imagined_goals="prior"))
+
+
 @pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])
 def test_imagined_rewards_are_clipped_to_the_payoffs(sign, bound):
     state = make_state(wm_head="pixel")
@@ -202,7 +255,8 @@ def test_imagination_stops_at_the_horizon_and_bootstraps():
     returns = batch["returns"].unflatten(1, (4, -1))[1, 1]
     torch.testing.assert_close(returns[cut], (dream["reward"][1, 1] + 0.5 * dream["value"][1, 2])[cut])
     ended = dream["mask"][1, 1] & dream["ended"][1, 1]
-    assert torch.equal(returns[ended], dream["reward"][1, 1][ended]) and cut.any() and ended.any()
+    torch.testing.assert_close(returns[ended], dream["reward"][1, 1][ended])
+    assert cut.any() and ended.any()
 
 
 def test_imagination_stops_where_the_ensemble_disagrees():
@@ -349,7 +403,9 @@ def test_real_samples_count_while_their_learner_can_earn(prosocial):
 def ppo_batch(args, policy, rows=24, seed=1):
     """Random samples [M, rows, ...]; of the last learner a third does not count"""
     generator, m = seeded(seed), len(policy)
-    inputs = torch.randn(m, rows, policy.params["actor.0.weight"].shape[2], generator=generator)
+    entities, *others = policy.network.sizes
+    cells = torch.randint(TINY_CONFIG.num_cells + 1, (m, rows, entities), generator=generator)
+    inputs = torch.cat([cells, torch.randn(m, rows, sum(others), generator=generator)], 2)
     legal = torch.rand(m, rows, 7, generator=generator) < 0.7
     legal[..., STAY] = True
     action = torch.where(legal, torch.rand(m, rows, 7, generator=generator), -1).argmax(2)

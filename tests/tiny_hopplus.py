@@ -1,7 +1,5 @@
 """Tiny experiments of hopplus_ppo.py, and what they saw and did"""
 
-import math
-
 import torch
 from helpers import TINY_FLAGS
 
@@ -31,22 +29,30 @@ def one_step(transitions, t):
     return hop.Transitions(*(x[:, t] for x in transitions))
 
 
+def views(state, steps):
+    """steps [M, n, ...] as everybody sees them"""
+    return hop.entity_views(state.args, state.env, steps.board, steps.prey_position)
+
+
 @torch.no_grad()
 def infer(state, steps, history):
-    return hop.infer_opponents(
-        state.args, state.env, state.networks, steps.board, steps.prey_position, history, steps.oracle_id
-    )
+    clock = steps.time / state.env.config.final_time
+    given = (state.args, state.env, state.networks, views(state, steps), clock, history, steps.oracle_id)
+    return hop.infer_opponents(*given)
 
 
-def read_inputs(config, inputs):
+def read_inputs(config, inputs, goal_size=TINY_FLAGS["goal_dim"]):
     """What a policy read, taken apart again: board, clock, last joint action, subgoals"""
-    n, planes = config.num_players, math.prod(config.observation_shape)
-    goals = (n - 1) * TINY_FLAGS["goal_dim"]
-    used = planes + 1 + 7 * n + goals
-    assert inputs.shape[-1] == used + -used % 8 and (inputs[..., :-used] == 0).all()
-    board, clock, acts, goals = inputs[..., -used:].split([planes, 1, 7 * n, goals], -1)
-    board, acts = board.unflatten(-1, config.observation_shape).byte(), acts.unflatten(-1, (n, 7))
-    assert (acts.sum(-1) == 1).all()
+    n, stags, hares, cells = config.num_players, config.num_stags, config.num_hares, config.num_cells
+    sizes = [n + stags + hares, cells if config.max_wall_pieces else 1, 1, 7 * n, (n - 1) * goal_size]
+    entities, walls, clock, acts, goals = inputs.split(sizes, -1)
+    assert (entities == entities.round()).all() and (acts.unflatten(-1, (n, 7)).sum(-1) == 1).all()
+    board = torch.zeros(*inputs.shape[:-1], n + 3, cells + 1, dtype=torch.uint8)  # the last cell: not there
+    for i, plane in enumerate([*range(n), *[n + 1] * stags, *[n + 2] * hares]):
+        board[..., plane, :].scatter_(-1, entities[..., i, None].long(), 1)
+    board = board[..., :-1]
+    board[..., n, :] = walls
+    board, acts = board.unflatten(-1, (config.height, config.width)), acts.unflatten(-1, (n, 7))
     return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}
 
 
