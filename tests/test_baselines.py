@@ -24,7 +24,7 @@ TINY = {
     **{"config": CONFIG, "seats": "mixed,learner,nearest_hare", "num_envs": 48, "num_steps": 13, "hidden": 16},
     **{"num_minibatches": 3, "update_epochs": 2, "log_every": 1, "total_timesteps": 3 * 48 * 13},
 }
-PLANES = 6 * 12
+ENTITIES, NOWHERE = 3 + 2 + 5, 12  # their cells come first, the learner's own before all
 
 
 def tiny(redraw="never", device="cpu", **changes):
@@ -117,7 +117,7 @@ def test_the_last_step_is_seen(keep_state, monkeypatch):
     batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
     actions, starts = torch.stack(seen)[:-1].roll(-1, 2), batch["done"][0, :-1]  # the learner's seat is 1
     x = batch["x"][0]
-    planes, joint, clock, reward, new_game = x.split([PLANES, 21, 1, 1, 1], 2)
+    cells, joint, clock, reward, new_game = x.split([ENTITIES, 21, 1, 1, 1], 2)
     shown = joint[1:].unflatten(2, (3, 7)).argmax(3)
     assert 10 < starts.sum() < starts.numel() / 2 and (actions[starts] != STAY).any()
     expected = actions if keep_state else actions.masked_fill(starts[..., None], STAY)
@@ -126,7 +126,49 @@ def test_the_last_step_is_seen(keep_state, monkeypatch):
     assert torch.equal(reward[1:, :, 0], got if keep_state else got.masked_fill(starts, 0.0))
     assert torch.equal(new_game[1:, :, 0] > 0, starts) and torch.equal(clock[1:, :, 0] == 0, starts)
     assert (new_game[0] == 1).all() and (joint[0].unflatten(1, (3, 7)).argmax(2) == STAY).all()
-    assert torch.equal(planes[..., :12].amax(2) > 0, batch["mask"][0])
+    assert torch.equal(cells[..., 0] < NOWHERE, batch["mask"][0]) and ((cells >= 0) & (cells <= NOWHERE)).all()
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_it_has_the_eyes_of_hopplus(pieces):
+    """What it reads of the board is what hopplus_ppo.py reads there; with the same weights it sees the same"""
+    config = dataclasses.replace(CONFIG, height=4, max_wall_pieces=pieces)
+    args = tiny(config=config, num_seeds=2)
+    env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
+    theirs = hop.Stacked(lambda: hop.BoardEncoder(config, args.hidden), [1, 2], torch.device("cpu"))
+    named = dict(agent.encoder.named_parameters())
+    for name, p in theirs.params.items():
+        p.data.copy_(named[name].detach() if name == "table" else 0)
+    for name, layer in (
+        ("mix.0", agent.encoder.mix[0]),
+        ("mix.2", agent.encoder.mix[2]),
+        ("walls", agent.encoder.walls),
+    ):
+        if layer is not None:
+            theirs.params[f"{name}.weight"].data.copy_(layer.weight.detach().mT)
+            theirs.params[f"{name}.bias"].data.copy_(layer.bias.detach()[:, 0])
+    for _ in range(5):
+        x = ppo_gru.agent_inputs(env, seats, rollout_state)
+        entities, walls, _ = x.split(agent.sizes, 2)
+        board, prey = seats.to_learners(env.observe(env.state)), seats.per_learner(env.state.prey_position)
+        own_entities, own_walls, _ = (
+            v[:, :, 0] for v in hop.entity_views(hop.make_args("ppo", "cpu"), env, board, prey)
+        )
+        assert torch.equal(entities.long(), own_entities) and (not pieces or torch.equal(walls, own_walls))
+        ours = agent.encoder(entities.long()[:, None], walls[:, None])[:, 0]
+        torch.testing.assert_close(ours, theirs(own_entities, own_walls))
+        ppo_gru.rollout(args, env, seats, agent, rollout_state)
+    assert ours.std() > 0.01 and (entities == config.num_cells).any()
+
+
+def test_who_has_left_watches_on():
+    """Else the learner would not see what its partner hunts after it left."""
+    agent = ppo_gru.Agent(tiny(), [1])
+    entities = torch.tensor([[NOWHERE, 3, 4, 0, 1, 2, 5, 6, 7, 8]] * 3).view(1, 1, 3, ENTITIES)
+    entities[0, 0, 1, 1] = 7  # a co-player moves
+    entities[0, 0, 2, 3] = NOWHERE  # a stag is caught
+    seen = agent.encoder(entities, torch.zeros(1, 1, 3, 0))[0, 0]
+    assert (seen[0] != seen[1]).any() and (seen[0] != seen[2]).any()
 
 
 @pytest.mark.parametrize("keep_state", [False, True])
@@ -200,7 +242,7 @@ def test_prosocial_learners_are_paid_after_they_left():
     args = tiny(config=dataclasses.replace(CONFIG, prosocial=True))
     _, _, batch, rest = played(args)
     assert batch["mask"].all() and torch.equal(batch["ended"], rest["done"])
-    gone = batch["x"][..., :12].amax(3) == 0
+    gone = batch["x"][..., 0] == NOWHERE
     assert (batch["reward"][gone] > 0).any() and (batch["action"][gone] == STAY).all()
 
 

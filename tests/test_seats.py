@@ -210,6 +210,35 @@ def test_a_mixed_seat_is_drawn_anew_only_between_games(redraw, prob):
             assert chi_square_p(pairs[old], expected) > 1e-3
 
 
+@pytest.mark.parametrize("watch", [False, True])
+@pytest.mark.parametrize(("games", "deals"), [(1, 3), (2, 6), (3, 6), (7, 25), (64, 30)])
+def test_the_first_players_are_dealt_evenly(games, deals, watch):
+    """In each block and mixed seat every kind sits in E / P games, rounded up or down; where, a seed decides."""
+    tables, count, found = [["learner", "mixed", "mixed"], ["mixed", "learner", "nearest_hare"]], len(POPULATION), []
+    mixed = [
+        (block, seat) for block, table in enumerate(tables) for seat in range(3) if watch or table[seat] == "mixed"
+    ]
+    for seed in range(30):
+        _, seats = make(tables, games, seed=seed, watch=watch)
+        kinds = seats.kinds.unflatten(0, (2, games))
+        for block, seat in mixed:
+            dealt = torch.bincount(kinds[block, :, seat], minlength=count)
+            assert dealt.sum() == games and ((dealt == games // count) | (dealt == -(-games // count))).all()
+        found.append([kinds[block, :, seat].tolist() for block, seat in mixed])
+    for place in range(len(mixed)):
+        own = [dealt[place] for dealt in found]
+        assert len({str(dealt) for dealt in own}) >= deals, "each seed deals otherwise"
+        assert {kind for dealt in own for kind in dealt[:1]} == set(range(count)), "every kind may come first"
+    assert any(dealt[0] != dealt[1] for dealt in found), "each seat for itself"
+
+
+def test_seats_are_dealt_independently_of_each_other():
+    _, seats = make([["mixed"] * 3], 9000, watch=False)
+    one, two, three = seats.kinds.unbind(1)
+    for a, b in ((one, two), (two, three), (one, three)):
+        assert chi_square_p(torch.bincount(3 * a + b, minlength=9)) > 1e-3
+
+
 def test_who_switches_hunts_stag_in_one_game_and_hare_in_the_next():
     env, seats = make([["switching", "learner", "switching"]], games=400)
     stag, hare = (seats.names.index(name) for name in ("nearest_stag", "nearest_hare"))

@@ -166,10 +166,9 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args, seeds: list[int]):
         super().__init__()
-        config = args.config
+        config, hidden, own = args.config, args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
         walls = config.num_cells if config.max_wall_pieces else 0
         self.sizes = [config.num_players + config.num_prey, walls, NUM_ACTIONS * config.num_players + 3]
-        hidden, own = args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
         self.keep_state = args.keep_state
         self.encoder = BoardEncoder(config, own, hidden)
         self.mix = nn.Sequential(Linear(own, hidden + self.sizes[2], hidden), nn.ReLU())
@@ -183,9 +182,8 @@ class Agent(nn.Module):
         first step -> log-probabilities [S, T, n, A], values [S, T, n], the state after the last step"""
         entities, walls, rest = x.split(self.sizes, 3)
         features = self.mix(torch.cat([self.encoder(entities.long(), walls), rest], 3))
-        gates = self.gru_input(features)
         states = []
-        for gate, starts in zip(gates.unbind(1), new_game.unbind(1), strict=True):
+        for gate, starts in zip(self.gru_input(features).unbind(1), new_game.unbind(1), strict=True):
             if not self.keep_state:
                 state = state.masked_fill(starts[..., None], 0.0)
             state = self.gru_step(gate, state)
@@ -195,12 +193,10 @@ class Agent(nn.Module):
         return log_probs, self.critic(features).squeeze(3), state
 
     def gru_step(self, gate, state):
-        """As torch.nn.GRUCell, with what comes from the inputs already multiplied: [S, n, 3 * hidden], [S, n, hidden]
-        -> [S, n, hidden]"""
+        """torch.nn.GRUCell, its inputs multiplied already: [S, n, 3 * hidden], [S, n, hidden] -> [S, n, hidden]"""
         own = torch.baddbmm(self.gru_state.bias, state, self.gru_state.weight)
         sizes = [2 * state.shape[2], state.shape[2]]
-        gate_rz, gate_n = gate.split(sizes, 2)
-        own_rz, own_n = own.split(sizes, 2)
+        (gate_rz, gate_n), (own_rz, own_n) = (x.split(sizes, 2) for x in (gate, own))
         r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
         n = torch.addcmul(gate_n, r, own_n).tanh()
         return torch.lerp(n, state, z)  # (1 - z) * n + z * state
@@ -236,8 +232,7 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
     """Plays T steps of all games -> what happened [S, T, E, ...]; `value` is [S, T + 1, E], `state` [S, E, hidden] is
     the GRU's before the first step. A step counts (`mask`) while the learner is on the board; its game has `ended` when
     it leaves. The GRU watches on until the others are done too."""
-    first_state = rollout_state.state.clone()
-    steps, values = [], []
+    steps, values, first_state = [], [], rollout_state.state.clone()
     for step in range(args.num_steps + 1):
         x = agent_inputs(env, seats, rollout_state)
         legal = seats.to_learners(env.legal_actions(env.state))
@@ -258,10 +253,9 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
         if args.config.prosocial:  # who has left is still paid
             mask, ended = torch.ones_like(mask), done
         forget = done & (not args.keep_state)
-        rollout_state.state.copy_(state)
-        rollout_state.last_joint.copy_(joint.masked_fill(forget[..., None], STAY))
-        rollout_state.last_reward.copy_(reward.masked_fill(forget, 0.0))
-        rollout_state.new_game.copy_(done)
+        last_joint, last_reward = joint.masked_fill(forget[..., None], STAY), reward.masked_fill(forget, 0.0)
+        for kept, new in zip(rollout_state, (state, last_joint, last_reward, done), strict=True):
+            kept.copy_(new)
         fields = {"x": x, "legal": legal, "new_game": new_game, "action": joint[..., 0], "log_prob": log_prob}
         fields |= {"reward": reward, "mask": mask, "ended": ended, "done": done}
         steps.append(fields | {"final_return": seats.to_learners(env.final_return)})
@@ -289,18 +283,12 @@ def masked_mean(x, mask):
     return (x * mask).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp(min=1)
 
 
-def centred(x, mask):
-    """[S, T, n] -> the same, each seed's mean 0 where mask holds"""
-    return x - masked_mean(x, mask).view(-1, 1, 1)
-
-
 def ppo_loss(args: Args, agent: Agent, mb: dict[str, torch.Tensor]):
     """A minibatch of whole sequences [S, T, n, ...] -> each seed's loss [S], metrics [S]"""
     log_probs, value, _ = agent(mb["x"], mb["legal"], mb["new_game"], mb["state"])
-    mask = mb["mask"]
     log_ratio = log_probs.gather(3, mb["action"][..., None]).squeeze(3) - mb["log_prob"]
-    ratio = log_ratio.exp()
-    advantage = centred(mb["advantage"], mask)
+    ratio, mask = log_ratio.exp(), mb["mask"]
+    advantage = mb["advantage"] - masked_mean(mb["advantage"], mask).view(-1, 1, 1)
     advantage = advantage / (masked_mean(advantage.square(), mask).sqrt().view(-1, 1, 1) + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = masked_mean(torch.maximum(-advantage * ratio, -advantage * clipped), mask)
@@ -314,8 +302,7 @@ def ppo_loss(args: Args, agent: Agent, mb: dict[str, torch.Tensor]):
 
 
 def ppo_update(args: Args, agent: Agent, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PPO on sequences [S, T, E, ...], which all seeds read in the same random order; each seed's gradient is clipped.
-    -> means over minibatches [S]"""
+    """PPO on sequences [S, T, E, ...], in one random order for all seeds; each gradient is clipped. -> means [S]"""
     found = []
     for _ in range(args.update_epochs):
         order = torch.rand(args.num_envs, device=batch["x"].device).argsort()
@@ -340,8 +327,8 @@ def train_iteration(args: Args, env, seats, agent, optimizer, rollout_state) -> 
     metrics = {"games": done.sum((1, 2)).float(), "return": (done * final_return).sum((1, 2))}
     batch["advantage"] = compute_gae(args, batch["reward"], value, batch["ended"], batch["mask"])
     batch["returns"] = batch["advantage"] + value[:, :-1]
-    errors = batch["advantage"], batch["returns"]  # of the critic, and of one that says the mean
-    unexplained, variance = (masked_mean(centred(x, batch["mask"]).square(), batch["mask"]) for x in errors)
+    errors, mask = (batch["advantage"], batch["returns"]), batch["mask"]  # of the critic, and of one that says the mean
+    unexplained, variance = (masked_mean(x.square(), mask) - masked_mean(x, mask).square() for x in errors)
     metrics["losses/explained_variance"] = 1 - unexplained / variance.clamp(min=1e-8)
     return metrics | ppo_update(args, agent, optimizer, batch)
 
@@ -368,10 +355,9 @@ def make_training(args: Args):
     rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
     rows = args.num_seeds, args.num_envs
-    with device:
-        state, last_reward = torch.zeros(*rows, args.hidden), torch.zeros(rows)
-        last_joint = torch.full((*rows, args.config.num_players), STAY)
-        new_game = torch.ones(rows, dtype=torch.bool)
+    state, last_reward = torch.zeros(*rows, args.hidden, device=device), torch.zeros(rows, device=device)
+    last_joint = torch.full((*rows, args.config.num_players), STAY, device=device)
+    new_game = torch.ones(rows, dtype=torch.bool, device=device)
     return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, new_game)
 
 
@@ -400,11 +386,9 @@ def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
     game.check_ranges(args)
     learners = game.seats_table(args.seats, args.config.num_players).count("learner")
-    if learners != 1:
-        raise ValueError(f"--seats {args.seats}: there must be 1 learner, not {learners}")
-    if args.num_minibatches > args.num_envs:
-        raise ValueError(f"--num-minibatches {args.num_minibatches} exceeds --num-envs {args.num_envs}")
-    device = game.resolve_device(args.device)
+    game.refuse(learners != 1, f"--seats {args.seats}: there must be 1 learner, not {learners}")
+    games, minibatches = args.num_envs, args.num_minibatches
+    game.refuse(minibatches > games, f"--num-minibatches {minibatches} exceeds --num-envs {games}")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.set_float32_matmul_precision("high")  # on a GPU: tf32
     env, _, agent, optimizer, _ = training = make_training(args)
@@ -414,8 +398,7 @@ def main(args: Args) -> dict[str, float]:
     flags = "\n".join(f"|{name}|{value}|" for name, value in dataclasses.asdict(args).items())
     for writer in writers:
         writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{flags}")
-    print(f"{args.config.setting}, {args.seats}, {args.num_seeds} seed(s), on {device}; run folder {folders[0]}")
-
+    print(f"{args.config.setting}, {args.seats}, {args.num_seeds} seed(s), on {env.device}; run folder {folders[0]}")
     steps_each = args.num_envs * args.num_steps
     num_iterations = math.ceil(args.total_timesteps / steps_each)
     bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1)
@@ -423,7 +406,7 @@ def main(args: Args) -> dict[str, float]:
     for iteration in range(1, num_iterations + 1):
         learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * (iteration - 1) / num_iterations)
         optimizer.param_groups[0]["lr"].fill_(learning_rate)
-        if iteration == 1 and args.cudagraphs and device.type == "cuda":  # the first warms up, the rest are replayed
+        if iteration == 1 and args.cudagraphs and env.device.type == "cuda":  # it warms up, the rest are replayed
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
                 metrics = iterate()
