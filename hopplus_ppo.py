@@ -407,27 +407,33 @@ class SubgoalPrior(nn.Module):
 
 class SubgoalInference(nn.Module):
     """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
-    subgoal and history -> state. The history adds up evidence, h <- h + event, as Bayes' rule does, and only a game's
-    end lets some of it go. tanh makes beliefs of it: what is certain stays so, however much there is."""
+    subgoal and history -> state. A history is two sums of events, of this game and of earlier ones, as Bayes' rule adds
+    up evidence; their first entries count."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden, gain=0.1)
-        self.head = mlp(2 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
-        self.decoder = mlp(args.goal_dim + hidden, hidden, math.prod(config.observation_shape))
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden - 1)
+        self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
         """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        return self.events(torch.cat([features, acts], 1))
+        return F.pad(self.events(torch.cat([features, acts], 1)), (1, 0), value=1.0)
+
+    @staticmethod
+    def read(history):
+        """[n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
+        now, before = history.chunk(2, 1)
+        return torch.cat([now / (1 + now[:, :1]).sqrt(), before / (1 + before[:, :1]).sqrt()], 1)
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, history.tanh()], 1))
+        return self.head(torch.cat([features, self.read(history)], 1))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, history.tanh()], 1))
+        return self.decoder(torch.cat([goal, self.read(history)], 1))
 
 
 class ActionModel(nn.Module):
@@ -725,7 +731,7 @@ class OpponentBelief(NamedTuple):
 
 @compilable
 def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, given) -> OpponentBelief:
-    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, hidden], given [M, n, K, D]"""
+    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden], given [M, n, K, D]"""
     m, n, k = history.shape[:3]
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
     features = networks.inference(entities, walls, method="encoder")
@@ -754,11 +760,18 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
 
 @compilable
 def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, joint, history, done):
-    """history [M, n, K, hidden] after joint action [M, n, N]; where the game is over, what the next one starts from"""
+    """history [M, n, K, 2 * hidden] after joint action [M, n, N]; after a game's end what the next one starts from"""
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
-    event = networks.inference(belief.features, seen, method="event").view(history.shape)
-    history = torch.where(belief.present[..., None], history + event, history)
-    return torch.where(done[..., None, None], history_decay(args) * history, history)
+    event = networks.inference(belief.features, seen, method="event").unflatten(1, history.shape[1:3])
+    return add_event(history, event * belief.present[..., None], done[..., None, None], history_decay(args))
+
+
+def add_event(history, event, done, left):
+    """[..., 2 * hidden], [..., hidden], bool [..., 1] -> the history after it; `left` is what a game's end leaves"""
+    now, before = history.chunk(2, -1)
+    now = now + event
+    next_game = torch.cat([torch.zeros_like(now), left * (before + now)], -1)
+    return torch.where(done, next_game, torch.cat([now, before], -1))
 
 
 def history_decay(args: Args) -> float:
@@ -783,7 +796,7 @@ class Transitions(NamedTuple):
     exited: torch.Tensor  # bool [..., N] who left the board with the step
     done: torch.Tensor  # bool: the game ended with the step
     next_board: torch.Tensor  # uint8 [..., C, H, W] of the same game, also at its end (without world model: nothing)
-    history: torch.Tensor  # half [..., K, hidden] before the step
+    history: torch.Tensor  # bfloat16 [..., K, 2 * hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
     oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely (--subgoals oracle, posterior)
 
@@ -810,7 +823,7 @@ def stack_steps(steps: list[dict], dim: int = 1) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners_act=True):
     """Plays num_steps steps of all games; without learners_act the learners only watch. Goes on from rollout_state,
-    last_joint [M, E, N] and history [M, E, K, hidden], and overwrites it. -> Transitions; outputs, a dict of what the
+    last_joint [M, E, N] and history [M, E, K, _], and overwrites it. -> Transitions; outputs, a dict of what the
     policy read and said [M, T, E, ...] (value: [M, T + 1, E]); episodes, a dict of what finished games left [T, B, ...]
     and of everybody's action probabilities [T / 8, B, N, 7]"""
     steps, outputs, values, episodes, probabilities = [], [], [], [], []
@@ -857,7 +870,7 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
         rollout_state["last_joint"].copy_(joint.masked_fill(own_done[..., None], STAY))
         fields = {"board": board, "prey_position": prey_position.byte(), "time": time_now, "first_hunt": first_hunt}
         fields |= {"last_joint": last_joint.byte(), "joint": joint.byte(), "reward": seats.to_learners(reward)}
-        fields |= {"exited": exited, "done": own_done, "next_board": next_board.byte(), "history": history.half()}
+        fields |= {"exited": exited, "done": own_done, "next_board": next_board.byte(), "history": history.bfloat16()}
         steps.append(fields | {"history_reset": history_reset, "oracle_id": oracle_id})
         outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals})
         final = {"return": env.final_return.clone(), "length": env.final_length.clone(), "prey": env.final_prey}
@@ -955,20 +968,20 @@ def target_planes(config: StagHuntConfig, entities, walls):
 
 
 def encode_history(args: Args, env, networks: Networks, windows: Transitions, history):
-    """Runs q_phi along windows [M, T, G, ...] from history [M, G, K, hidden] on. -> the co-players' entities, walls,
-    legal actions and features [M, n = T*G*K, _], histories before each step [M, T, G, K, hidden] and after the last"""
+    """Runs q_phi along windows [M, T, G, ...] from history [M, G, K, _] on. -> the co-players' entities, walls,
+    legal actions and features [M, n = T*G*K, _], histories before each step [M, T, G, K, _] and after the last"""
     board, prey_position = windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2)
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in entity_views(args, env, board, prey_position))
     features = networks.inference(entities, walls, method="encoder")
     seen = windows.joint.long()[..., env.ego[1:]].flatten(1, 3)
-    event = networks.inference(features, seen, method="event").view(windows.history.shape)
+    event = networks.inference(features, seen, method="event").unflatten(1, windows.history.shape[1:4])
     present = (entities[..., 0] < env.config.num_cells).view(event.shape[:-1])[..., None]
-    left = torch.where(windows.done, history_decay(args), 1.0).masked_fill(windows.history_reset, 0.0)[..., None, None]
-    event = torch.where(present, event, 0.0)
+    left = torch.where(windows.history_reset, 0.0, history_decay(args))[..., None, None]
+    steps = (event * present, windows.done[..., None, None], left)
     histories = []
-    for event_now, left_now in zip(event.unbind(1), left.unbind(1), strict=True):
+    for step in zip(*(x.unbind(1) for x in steps), strict=True):
         histories.append(history)
-        history = (history + event_now) * left_now
+        history = add_event(history, *step)
     return entities, walls, legal, features, torch.stack(histories, 1), history
 
 
@@ -1755,7 +1768,7 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     replays = Replay(args.replay_rollouts, device), Replay(args.replay_rollouts, device) if offline else None
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
     last_joint = torch.full((*seats.learner_seat.shape, env.config.num_players), STAY, device=device)
-    history = torch.zeros(*last_joint.shape[:2], env.config.num_players - 1, args.subgoal_hidden, device=device)
+    history = torch.zeros(*last_joint.shape[:2], env.config.num_players - 1, 2 * args.subgoal_hidden, device=device)
     rollout_state = {"last_joint": last_joint, "history": history}
     return TrainState(args, env, seats, networks, optimizers, rollout_state, *replays, eps, horizon)
 

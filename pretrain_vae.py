@@ -271,27 +271,33 @@ class SubgoalPrior(nn.Module):
 
 class SubgoalInference(nn.Module):
     """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
-    subgoal and history -> state. The history adds up evidence, h <- h + event, as Bayes' rule does, and only a game's
-    end lets some of it go. tanh makes beliefs of it: what is certain stays so, however much there is."""
+    subgoal and history -> state. A history is two sums of events, of this game and of earlier ones, as Bayes' rule adds
+    up evidence; their first entries count."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden, gain=0.1)
-        self.head = mlp(2 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
-        self.decoder = mlp(args.goal_dim + hidden, hidden, math.prod(config.observation_shape))
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden - 1)
+        self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
         """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        return self.events(torch.cat([features, acts], 1))
+        return F.pad(self.events(torch.cat([features, acts], 1)), (1, 0), value=1.0)
+
+    @staticmethod
+    def read(history):
+        """[n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
+        now, before = history.chunk(2, 1)
+        return torch.cat([now / (1 + now[:, :1]).sqrt(), before / (1 + before[:, :1]).sqrt()], 1)
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, history.tanh()], 1))
+        return self.head(torch.cat([features, self.read(history)], 1))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, history.tanh()], 1))
+        return self.decoder(torch.cat([goal, self.read(history)], 1))
 
 
 class ActionModel(nn.Module):
@@ -466,13 +472,14 @@ def target_planes(config: StagHuntConfig, entities, walls):
 
 
 def infer_trajectories(inference: Stacked, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> q_phi's parameters [S, n, _], and the histories [S, n, hidden] of what came before each sample"""
+    """-> q_phi's parameters [S, n, _], and the histories [S, n, _] of what came before each sample"""
     features = inference(batch.entities, batch.walls, method="encoder")
     event = inference(features, batch.joint, method="event")
     place = batch.place[..., None].expand_as(event)
     grid = event.new_zeros(len(event), math.prod(batch.shape), event.shape[2]).scatter(1, place, event)
     earlier = event.new_ones(batch.shape[1], batch.shape[1]).tril(-1)  # [t, u]: event u comes before step t
     history = (earlier @ grid.unflatten(1, batch.shape)).flatten(1, 2).gather(1, place)
+    history = F.pad(history, (0, history.shape[2]))  # no earlier games
     return inference(features, history), history
 
 

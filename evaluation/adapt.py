@@ -198,7 +198,10 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
     def imagine_games():
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
         start = script.Transitions(*(x[rows[:, None], pick] for x in boards))
-        remembered = {"history": script.history_decay(flags) * state.rollout_state["history"], "oracle_id": oracle_id}
+        history = state.rollout_state["history"]
+        over = torch.ones_like(history[..., :1], dtype=torch.bool)
+        history = script.add_event(history, 0.0, over, script.history_decay(flags))
+        remembered = {"history": history, "oracle_id": oracle_id}
         remembered = {name: x.expand(-1, args.imagined_games, *x.shape[2:]) for name, x in remembered.items()}
         start = start._replace(**remembered)
         return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)

@@ -195,13 +195,13 @@ def test_the_learner_that_sat_there(tmp_path):
 def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     text = (ROOT / "hopplus_ppo.py").read_text()
     copy = tmp_path / "my_copy.py"
-    copy.write_text(text.replace("nn.ReLU(inplace=True)", "nn.Tanh()"))
+    copy.write_text(text.replace("self.actor(features).float()", "100 * self.actor(features).float()"))
     assert copy.read_text() != text
     here, there = (read(evaluate, folder, "--games", 40, *more) for more in ([], ["--script", copy]))
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
     assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
-    assert evaluate.main(here) != evaluate.main(there), "tanh acts otherwise"
+    assert evaluate.main(here) != evaluate.main(there), "more decided"
     call(adapt, folder, "--script", copy, *FAST, "--seats", "learner,random,random", "--no-references")
     (tmp_path / "lacks.py").write_text(text.replace("def capture(", "def catch("))
     with pytest.raises(ValueError, match=r"lacks\.py has no capture$"):
@@ -242,7 +242,7 @@ def test_refused_in_one_line(folder, tmp_path):
         (evaluate, [path, "--seats", "random,random,random"], "no learner to evaluate"),
         (evaluate, [path, "--seats", "learner,wolf,random"], "unknown player 'wolf'"),
         (evaluate, [seated, "--seats", "random,learner,random"], "seat 1 was not a learner"),
-        (evaluate, [path, "--", "--height", 5], r"actor.0.weight .*\[6, 16, 104\].*\[6, 16, 152\]"),
+        (evaluate, [path, "--", "--height", 5], r"encoder.table .*\[6, 188, 16\].*\[6, 336, 16\]"),
         (evaluate, [path, "--", "--gamma", 2], "--gamma must be 0 to 1"),
         (adapt, [path], "has 3 co-players, this game has 2: use --seats"),
         (adapt, [path, "--seats", "learner,mixed,random"], "one learner and named co-players"),
@@ -555,8 +555,9 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     (flags, _, _, start, mask, horizon), _ = starts[0]
     assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
     decay = hopplus_ppo.history_decay(flags)
-    expected = decay * state.rollout_state["history"].expand(-1, 4, -1, -1)
-    assert decay > 0 and expected.abs().sum() > 0 and torch.equal(start.history, expected)
+    now, before = state.rollout_state["history"].expand(-1, 4, -1, -1).chunk(2, 3)
+    assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
+    assert decay > 0 and now.any() and before.any()
     kept = hopplus_ppo.Replay(flags.replay_rollouts, torch.device("cpu"))
     kept.load_state_dict(args.run.checkpoint["states"][0]["replay"])
     for m in range(6):

@@ -1,6 +1,7 @@
 """Acting by search: trees are those of a plain-Python search, its models are the game's, and it trains the policy."""
 
 import dataclasses
+import functools
 import math
 import random
 import shutil
@@ -345,9 +346,9 @@ def make_state(**changes):
     state = hop.make_train_state(args, tables, seeds, CPU)
     with torch.no_grad():  # networks that say more than those that have learned nothing
         for stacked in state.networks:
-            for name, p in stacked.params.items() if stacked is not None else ():
+            for p in stacked.parameters() if stacked is not None else ():
                 noise = torch.randn(p.shape, generator=seeded(p.numel()))
-                p.add_((0.3 if p.dim() == 2 or p.shape[1] in (1, 7) else 0.05) * noise * (name != "decay"))
+                p.add_((0.3 if p.dim() == 2 or p.shape[1] in (1, 7) else 0.05) * noise)
     return state
 
 
@@ -404,6 +405,10 @@ SEARCHED = {
     "world model": {},
     "env": {"search_model": "env", "num_trees": 3},
     "in the tree": {"infer_in_tree": True},
+    "actions": {"subgoals": "actions"},
+    "actions in the tree": {"subgoals": "actions", "infer_in_tree": True, "goal_kind": "discrete"},
+    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,learner"},
+    "no subgoals": {"subgoals": "none", "search_model": "env"},
     "hop": {"method": "hop", "num_trees": 3},
     "hop in the tree": {"method": "hop", "infer_in_tree": True},
 }
@@ -419,18 +424,25 @@ def test_every_node_holds_what_rules_and_networks_say(changes):
         m, n = len(seat), args.num_trees * seat.shape[1]
         prey, seat, oracle, goals = (x.repeat_interleave(args.num_trees, 1) for x in (prey, seat, oracle, belief.goals))
         assert torch.equal(tree.stats[:, 0, 2] > 0, ~(tree.position.board[:, 0, 0].flatten(1).amax(1) > 0))
+        views_of = functools.partial(hop.entity_views, args, env, prey_position=prey)
         for node in range(tree.edges.shape[1] - 1):
             row, action = (tree.edges[:, :-1, 3] == node).flatten(1).max(1) if node else (None, None)
             here = hop.Position(*(x[:, node].unflatten(0, (m, -1)) for x in tree.position))
-            clock, read = here.time / env.config.final_time, goals
+            clock, read, views = here.time / env.config.final_time, goals, views_of(here.board)
+            opponent_probs = tree.opponent_probs[:, node].unflatten(0, (m, -1))
             if args.infer_in_tree:
-                now = hop.infer_opponents(args, env, networks, here.board, prey, here.history, oracle, clock)
-                read = now.goals
-            legal = hop.entity_views(env, here.board, prey.long())[2][:, :, 0]
-            _, log_probs, value = hop.evaluate_policy(
-                args, networks.policy, here.board, clock, here.last_joint, read, legal
-            )
+                read = hop.infer_opponents(args, env, networks, views, clock, here.history, oracle).goals
+            elif args.subgoals == "actions":  # of co-players that pursue what they did at the root
+                mean = belief.params.chunk(2, 2)[0].unflatten(1, (-1, 2)).repeat_interleave(args.num_trees, 1)
+                seen = [[x[:, :, 1 + k] for x in views] for k in (0, 1)]
+                said = [networks.moa(*seen[k][:2], clock, mean[:, :, k], seen[k][2]).exp() for k in (0, 1)]
+                read = torch.cat(said, 2).detach()
+            _, legal, log_probs, value = hop.evaluate_policy(args, networks.policy, views, clock, here.last_joint, read)
             known = torch.ones(m, n, dtype=torch.bool) if node == 0 else row.view(m, n)
+            assert torch.equal(legal, views[2][:, :, 0]) and not (log_probs.exp() * ~legal).any()
+            assert not (opponent_probs * ~views[2][:, :, 1:])[known].any(), "co-players do what they may"
+            if args.subgoals == "actions":
+                torch.testing.assert_close(opponent_probs.flatten(2)[known], read[known])
             torch.testing.assert_close(tree.edges[:, node, 2].view(m, n, -1)[known], log_probs[known])
             over = tree.stats[:, node, 2].view(m, n) > 0
             alive = known & ~over
@@ -458,7 +470,7 @@ def test_every_node_holds_what_rules_and_networks_say(changes):
             assert torch.equal(tree.stats[:, node, 2][row] > 0, end[row])
             if args.infer_in_tree:
                 past, clock = before.history.unflatten(0, (m, -1)), before.time.view(m, n) / env.config.final_time
-                then = hop.infer_opponents(args, env, networks, by_learner[0], prey, past, oracle, clock)
+                then = hop.infer_opponents(args, env, networks, views_of(by_learner[0]), clock, past, oracle)
                 past = hop.update_history(args, env, networks, then, by_learner[1], past, torch.zeros_like(known))
                 torch.testing.assert_close(here.history[known], past[known])
             checked, ended = checked + int(row.sum()), ended + int(end[row].sum())
@@ -496,7 +508,7 @@ def test_each_tree_has_subgoals_of_its_own_and_their_q_are_averaged():
 def likelihoods(state, board, prey_position, time):
     """[M, n, K, 2, 7] MOA's log-probabilities of each co-player's actions, goal by goal; present [M, n, K]"""
     k = state.env.config.num_players - 1
-    views = hop.entity_views(state.env, board, prey_position.long())
+    views = hop.entity_views(state.args, state.env, board, prey_position)
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
     clock = (time / state.env.config.final_time).repeat_interleave(k, 1)
     goals = [torch.eye(2)[goal].expand(*clock.shape, 2) for goal in range(2)]

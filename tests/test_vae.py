@@ -275,7 +275,9 @@ def test_history_adds_up_the_events_so_far():
     for place, k in slot.items():
         start = place - place % config.final_time
         plain = sum((event[slot[p]] for p in range(start, place)), torch.zeros_like(event[0]))
-        assert torch.allclose(history[0, k], plain, atol=1e-4, rtol=1e-4)
+        now, before = history[0, k].chunk(2)
+        assert torch.allclose(now, plain, atol=1e-4, rtol=1e-4) and now[0] == place - start, "the first entry counts"
+        assert not before.any(), "of earlier games nothing is known"
 
 
 def trained_tables(args, config, data, held_out):
