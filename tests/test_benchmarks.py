@@ -180,9 +180,9 @@ def test_unmasked_and_all_steps(hop):
 
     def predict():
         steps = hop.Transitions(*(x.flatten(1, 2) for x in transitions))
-        belief = hop.infer_opponents(*args, steps.board, steps.prey_position, steps.history, steps.oracle_id)
-        noise = torch.zeros(*belief.params.shape[:2], 5)
-        return hop.predict_actions(args[0], args[2], belief, steps.time / 6, noise).exp()
+        views, clock = hop.entity_views(*args[:2], steps.board, steps.prey_position), steps.time / 6
+        belief = hop.infer_opponents(*args, views, clock, steps.history, steps.oracle_id)
+        return hop.predict_actions(args[0], args[2], belief, clock, torch.zeros(*belief.params.shape[:2], 5)).exp()
 
     def moa_loss():
         torch.manual_seed(1)

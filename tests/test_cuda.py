@@ -238,7 +238,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
         hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint)))
 
 
-HOSTLESS = [("ppo", {}), ("hopplus", {}), ("hopplus", {"seats": "learner,mixed,switching", "wm_ensemble": 2})]
+HOSTLESS = [
+    ("ppo", {}),
+    ("ppo", {"subgoals": "posterior", "seats": "learner,mixed,mixed"}),
+    ("hopplus", {}),
+    ("hopplus", {"seats": "learner,mixed,switching", "wm_ensemble": 2}),
+    ("hopplus", {"subgoals": "actions"}),
+    ("hopplus", {"imagined_goals": "prior", "precision": "bf16"}),
+]
 
 
 @pytest.mark.parametrize(("method", "changes"), HOSTLESS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import shutil
@@ -760,9 +761,23 @@ VARIANTS = {
     "in the tree, imagined": {"infer_in_tree": True, "imagination": True, "policy_loss": "ppo", "ppo_real_ratio": 0.5},
     "hop": {"method": "hop", "num_seeds": 2, "seats": "learner,learner,nearest_stag"},
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,random", "search_model": "env"},
+    "actions": {"subgoals": "actions", "goal_kind": "discrete"},
+    "others' subgoals, imagined": {"imagination": True, "imagined_goals": "prior", "ppo_real_ratio": 0.5},
     "no subgoals, walls": {"subgoals": "none", "share_parameters": True,
                            "config": StagHuntConfig(4, 5, 3, num_hares=2, max_wall_pieces=2, final_time=6)},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "bayes"])
+def test_models_are_made_where_something_reads_them(subgoals):
+    inferred = subgoals in ("actions", "inferred", "bayes")
+    for planner, model, imagination in itertools.product(("mcts", "one-step", "none"), ("env", "world-model"), (0, 1)):
+        args = make_args(subgoals=subgoals, planner=planner, search_model=model, imagination=bool(imagination))
+        networks = hop.make_networks(args, CONFIG, [1], CPU)
+        searches = planner != "none"
+        for stacked in (networks.prior, networks.inference, networks.moa, networks.moa_prior):
+            assert (stacked is not None) == (inferred or searches or bool(imagination))
+        assert (networks.world is not None) == ((searches and model == "world-model") or bool(imagination))
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -800,6 +815,7 @@ REFUSED = [
     ({"root": "gumbel", "policy_loss": "ppo"}, "--root gumbel needs --policy-loss distill"),
     ({"gamma": 0.05}, "--gamma is too small"),
     ({"method": "hop", "goal_dim": 3}, "2 discrete goals"),
+    ({"imagination": True, "imagined_goals": "prior", "subgoals": "actions"}, "needs subgoals, not --subgoals actions"),
     ({"num_trees": 0}, "--num-trees must be >= 1"),
     ({"q_temperature": 0.0}, "--q-temperature must be > 0"),
     ({"share_parameters": True, "config": dataclasses.replace(CONFIG, strengths=(1, 2, 3))}, "equal --strengths"),
