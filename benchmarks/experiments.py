@@ -1,11 +1,15 @@
 """Runs the experiments that answer the project's questions on one GPU, and draws their figures.
 
     python benchmarks/experiments.py --list
+    python benchmarks/experiments.py --section stays-8x8 --parallel 6        # a step of the ladder
     python benchmarks/experiments.py --section 1 7 --parallel 4
     python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
     python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with a mistake in it
 
 A run that is finished is not made again (its folder in --run-dir has a file `finished`); sections share runs.
+
+The ladder: games in which it pays more and more to know the others. Its settings were chosen with seeds 1 to 5
+(docs/data/tuning.csv) and are tested with seeds 11 to 20; differences are paired by seed, intervals are Student's t.
 """
 
 import concurrent.futures
@@ -25,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -89,8 +94,71 @@ SEARCHES = {
     "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
     "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
 }
-SECTIONS = {  # number: title, runs, panels (kind, key)
-    1: (
+# The ladder: one learner, whose partner is one of three; the others hunt hares.
+GRU = "benchmarks/baselines/ppo_gru.py"
+PARTNERS = "evaluation/partners.py RUNS"
+TRAIN = "--seed 11 --num-seeds 10 --log-every 5 --num-envs 1024 --ent-coef 0.01"
+MODELS = "--policy-hidden 256 --method ppo-omg --subgoal-hidden 128 --subgoal-updates 8 --history-reset-prob 0.005"
+HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
+ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
+TASKS = {  # name: title, flags, million steps
+    "stays-8x8": ("8x8, 9 steps, the partner stays", f"--height 8 --width 8 --final-time 9 --redraw never {ONE}", 10),
+    "stays-4x4": ("4x4, 5 steps, the partner stays", f"--final-time 5 --redraw never {ONE}", 5),
+    "redrawn-8x8": ("8x8, 9 steps, a new partner in every game", f"--height 8 --width 8 --final-time 9 {ONE}", 10),
+    "redrawn-4x4": ("4x4, 5 steps, a new partner in every game", f"--final-time 5 {ONE}", 5),
+    "drifts-8x8": (
+        "8x8, 9 steps, a new partner after every tenth game",
+        f"--height 8 --width 8 --final-time 9 --redraw 0.1 {ONE}",
+        10,
+    ),
+    "two-partners-8x8": (
+        "8x8, 9 steps, two partners stay",
+        f"--height 8 --width 8 --final-time 9 --redraw never {HIDDEN} --seats learner,mixed,mixed,nearest_hare",
+        10,
+    ),
+    "commitment": (
+        "4x4, the game ends with the first hunt",
+        "--steps-after-first-hunt 1 --population nearest_stag,nearest_hare --redraw never"
+        " --seats learner,mixed,mixed,mixed",
+        5,
+    ),
+    "control-long": ("8x8, 35 steps, a new partner in every game", f"--height 8 --width 8 --final-time 35 {ONE}", 10),
+    "control-known": (
+        "4x4, 5 steps, the partner is always the same",
+        "--num-stags 2 --final-time 5 --population first_stag --redraw never"
+        " --seats learner,mixed,nearest_hare,nearest_hare",
+        5,
+    ),
+}
+
+
+def arms(task: str) -> dict[str, Run]:
+    """What the policy may know, in one game"""
+    _, flags, steps = TASKS[task]
+    common = f"{TRAIN} {flags} --total-timesteps {steps}000000"
+    forget = " --memory-discount 0.8" if task == "drifts-8x8" else ""
+    then = (PARTNERS,) if "redrawn" not in task and "control" not in task else ()
+    runs = {"none": Run(f"{common} --policy-hidden 256 --method ppo", then=then)}
+    for label, subgoals in (
+        ("actions", "actions"),
+        ("inferred", "inferred"),
+        ("posterior", "posterior"),
+        ("told", "oracle"),
+    ):
+        runs[label] = Run(f"{common} {MODELS} --subgoals {subgoals}{forget}", then=then)
+    gru = "" if "--redraw" in flags else " --redraw game"
+    runs["GRU"] = Run(f"{common} --hidden 256{gru}", GRU, then=then)
+    if "redrawn" in task:
+        runs["HOP+"] = Run(f"{common} {MODELS.replace('ppo-omg', 'hopplus')} {HALF}")
+    return runs
+
+
+SECTIONS = {  # name: title, runs, panels (kind, key)
+    **{
+        task: (TASKS[task][0], arms(task), [("bars", "return"), ("curves", "return"), ("together", "")])
+        for task in TASKS
+    },
+    "1": (
         "Why was the value loss so high?",
         {
             "real only": Run(f"{SHORT} --no-imagination"),
@@ -108,7 +176,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         },
         [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
     ),
-    2: (
+    "2": (
         "Was player 1 favoured?",
         {
             "PPO": Run(f"{SEEDS8} --method ppo --total-timesteps 600000"),
@@ -122,12 +190,12 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         },
         [("seats", ""), ("bars", "return")],
     ),
-    3: (
+    "3": (
         "VAE: reconstruction or action loss?",
         {loss: Run(f"{SHORT} --method ppo-omg", then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
         [("bars", "before/probe_accuracy"), ("bars", "before/top1"), ("bars", "return"), ("adaptation", "standard")],
     ),
-    4: (
+    "4": (
         "Can the world model be trusted?",
         {
             "pixel": Run(f"{INSIDE} --wm-head pixel", before=world("--wm-head pixel")),
@@ -139,7 +207,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         },
         [("bars", "before/exact_match/1"), ("bars", "before/exact_match/20"), ("bars", "return"), ("curves", "return")],
     ),
-    5: (
+    "5": (
         "Why did MOA collapse?",
         {
             "present (default)": DEFAULT,
@@ -151,7 +219,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         },
         [("bars", "moa_top1"), ("bars", "moa_gap"), ("recalls", "")],
     ),
-    6: (
+    "6": (
         "Search",
         {
             "pUCT, 16 x 2 (default)": SEARCHES["HOP+ MCTS"],
@@ -165,7 +233,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
     ),
-    7: (
+    "7": (
         "Which module pays, and where?",
         {
             **LONG_RUNS,
@@ -192,7 +260,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
             ("cross-play", ""),
         ],
     ),
-    8: (
+    "8": (
         "How well does a learner adapt to players nobody trained with?",
         LONG_RUNS,
         [("adaptation", "strangers"), ("meeting", "3 waiting"), ("meeting", "3 noisy NH")],
@@ -202,7 +270,7 @@ SECTIONS = {  # number: title, runs, panels (kind, key)
 
 @dataclasses.dataclass
 class ExperimentArgs:
-    section: tuple[int, ...] = tuple(SECTIONS)
+    section: tuple[str, ...] = tuple(SECTIONS)
     """which sections"""
     list: bool = False
     """only say what there is"""
@@ -309,8 +377,8 @@ def folder_of(args: Args, run: Run) -> Path:
     return Path(args.run_dir) / f"{name[:120]}_{zlib.crc32(' '.join(words).encode()):08x}"
 
 
-def checkpoint_in(folder: Path) -> str:
-    return min(glob.glob(f"{folder}/*/checkpoint.pt"))
+def checkpoints_in(folder: Path) -> list[str]:
+    return sorted(glob.glob(f"{folder}/*/checkpoint.pt"))
 
 
 def make(args: Args, run: Run) -> None:
@@ -320,7 +388,7 @@ def make(args: Args, run: Run) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     folder.mkdir(parents=True)
-    fixed = ["--num-pictures", "0", "--save-seconds", "1e9", "--log-details"]
+    fixed = [] if run.script == GRU else ["--num-pictures", "0", "--save-seconds", "1e9", "--log-details"]
 
     def call(log: str, *command: str) -> None:
         with open(folder / f"{log}.log", "w") as file:
@@ -331,14 +399,17 @@ def make(args: Args, run: Run) -> None:
         script, own, flag = run.before
         there = folder.resolve() / "before"
         call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
-        flags += [flag, checkpoint_in(there)]
+        flags += [flag, checkpoints_in(there)[0]]
     started = time.time()
     script = ["benchmarks/experiments.py", "--patched", *run.patch, "--"] if run.patch else [run.script]
     call("train", *script, *flags)
     (folder / "seconds").write_text(f"{time.time() - started:.1f}")
     for number, then in enumerate(run.then):
-        call(f"then_{number}", *then.replace("RUN", checkpoint_in(folder)).split(), *args.extra_then.split())
-    Path(checkpoint_in(folder)).unlink()
+        found = checkpoints_in(folder)
+        words = then.replace("RUNS", " ".join(found)).replace("RUN", found[0])
+        call(f"then_{number}", *words.split(), *args.extra_then.split())
+    for path in checkpoints_in(folder):
+        Path(path).unlink()
     (folder / "finished").touch()
 
 
@@ -367,11 +438,11 @@ def figures_before(folder: Path) -> list[dict[str, float]]:
     return [{key: figures[key] for key in names if key in figures} for figures in found]
 
 
-def collect(args: Args, number: int) -> None:
-    """docs/data/NUMBER*.csv from the folders of the runs"""
+def collect(args: Args, number: str) -> None:
+    """docs/data/section_NUMBER*.csv from the folders of the runs"""
     _, runs, panels = SECTIONS[number]
     followed = ["return", "value_real", *(RECALLS if ("recalls", "") in panels else ())]
-    summaries, curves, met, meeting, crossed = [], [], [], [], []
+    summaries, curves, met, meeting, crossed, together = [], [], [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
         if not (folder / "seconds").exists():  # not trained to the end
@@ -394,7 +465,7 @@ def collect(args: Args, number: int) -> None:
             for goal in (2.7, 2.8, 2.85, 4.5):
                 hit = next((k for k, f in enumerate(found) if f.get("return", 0) >= goal), None)
                 row[f"steps_to_{goal}"] = "" if hit is None else lines[hit]["steps"]
-                row[f"seconds_to_{goal}"] = "" if hit is None else lines[hit]["time/training"]
+                row[f"seconds_to_{goal}"] = "" if hit is None else lines[hit].get("time/training", "")
             row |= {f"before/{key}": value for key, value in (before[seed].items() if before else ())}
             row |= {key: value for key, value in lines[-1].items() if key.startswith("time/")}
             summaries.append(row)
@@ -405,6 +476,8 @@ def collect(args: Args, number: int) -> None:
             for name, rows in (("", met), ("_curve", meeting)):
                 for path in folder.glob(f"*/adaptation_{sets}{name}.csv"):
                     rows += [{"run": label, "sets": sets, **row} for row in csv.DictReader(path.open())]
+        for path in folder.glob("*/partners.csv"):
+            together += [{"run": label, **row} for row in csv.DictReader(path.open())]
         for path in folder.glob("*/cross_play.csv"):
             for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
                 found = enumerate(row[1:]) if focal >= 0 else ()
@@ -416,6 +489,7 @@ def collect(args: Args, number: int) -> None:
         "_adaptation": met,
         "_adaptation_curves": meeting,
         "_cross_play": crossed,
+        "_together": together,
     }
     for name, rows in tables.items():
         fresh = {row["run"] for row in rows}
@@ -438,16 +512,25 @@ def write(path: Path, rows: list[dict]) -> None:
 # Tables and figures, from docs/data alone
 
 
-def read(args: Args, number: int, name: str = "") -> list[dict]:
+def read(args: Args, number: str, name: str = "") -> list[dict]:
     path = Path(args.docs) / "data" / f"section_{number}{name}.csv"
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
-def bootstrap(values: list[float]) -> tuple[float, float, float]:
-    """mean and its 95 % interval"""
-    values = np.asarray(values)
-    means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
-    return float(values.mean()), *(float(x) for x in np.percentile(means, (2.5, 97.5)))
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """mean and its 95 % interval (Student's t)"""
+    values = np.asarray(values, np.float64)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
+    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+
+
+def paired(rows: list[dict], run: str, base: str, key: str = "return") -> tuple[float, float, float] | None:
+    """mean difference of two runs in the same seeds, and its 95 % interval"""
+    found = [
+        {row["seed"]: float(row[key]) for row in rows if row["run"] == name and row.get(key)} for name in (run, base)
+    ]
+    seeds = found[0].keys() & found[1].keys()
+    return interval([found[0][seed] - found[1][seed] for seed in seeds]) if seeds else None
 
 
 def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
@@ -462,7 +545,7 @@ def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
 def bars(axis, rows: list[dict], key: str) -> None:
     found = by_run(rows, key)
     for y, values in enumerate(found.values()):
-        mean, low, high = bootstrap(values)
+        mean, low, high = interval(values)
         axis.barh(y, mean, color="#6b8cae")
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
@@ -540,15 +623,55 @@ def seats(axis, rows: list[dict], _: str) -> None:
     runs = list(dict.fromkeys(row["run"] for row in rows))
     for i in range(4):
         found = by_run(rows, f"player_{i}")
-        stats = np.array([bootstrap(found[run]) for run in runs])  # [runs, (mean, low, high)]
-        spread = np.abs(stats[:, 1:] - stats[:, :1]).T
+        means = np.array([interval(found[run]) for run in runs])  # [runs, (mean, low, high)]
+        spread = np.abs(means[:, 1:] - means[:, :1]).T
         axis.errorbar(
-            stats[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}"
+            means[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}"
         )
     axis.set(yticks=np.arange(len(runs)) + 0.22, title="mean return by seat")
     axis.set_yticklabels(runs, fontsize=7)
     axis.invert_yaxis()
     axis.legend(fontsize=6)
+
+
+def together(axis, rows: list[dict], _: str) -> None:
+    """By how many games the learner and its partner have played with each other"""
+    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+        for key, style in (("return", "-"), ("shuffled", ":")):
+            own = [row for row in rows if row["run"] == run and row.get(key)]
+            games = sorted({int(row["game"]) for row in own})
+            means = [np.mean([float(row[key]) for row in own if int(row["game"]) == k]) for k in games]
+            axis.plot(games, means, style, color=f"C{number}", label=run if key == "return" else None)
+    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
+    axis.legend(fontsize=6)
+
+
+def steps_to(rows: list[dict], run: str, goal: float) -> list[float]:
+    """Steps that each seed needs to a return of `goal`; infinity where it never has it"""
+    found = {}
+    for row in rows:
+        if row["run"] == run and row.get("return"):
+            reached = float(row["return"]) >= goal
+            found[row["seed"]] = min(found.get(row["seed"], math.inf), float(row["steps"]) if reached else math.inf)
+    return list(found.values())
+
+
+def print_ladder(args: Args, number: str) -> None:
+    """What knowing is worth: paired differences to `none`, and as a share of what the exact posterior gains"""
+    rows, curves = read(args, number), read(args, number, "_curves")
+    best = interval(by_run(rows, "return")["none"])[0]
+    print("\n| arm | return | gain over none | of the posterior's gain | against the GRU | M steps to 95 % of none |")
+    print("|---|---|---|---|---|---|")
+    for run in dict.fromkeys(row["run"] for row in rows):
+        gain, posterior, gru = (paired(rows, run, "none"), paired(rows, "posterior", "none"), paired(rows, run, "GRU"))
+        share = f"{gain[0] / posterior[0]:.0%}" if posterior and posterior[1] > 0 else ""
+        steps = np.median(steps_to(curves, run, 0.95 * best)) / 1e6
+        cells = [plus_minus(found) if found else "" for found in (interval(by_run(rows, "return")[run]), gain)]
+        print(f"| {run} | {' | '.join(cells)} | {share} | {plus_minus(gru) if gru else ''} | {steps:.2f} |")
+
+
+def plus_minus(found: tuple[float, float, float]) -> str:
+    return f"{found[0]:.3f} ± {found[2] - found[0]:.3f}"
 
 
 def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarray, float]:
@@ -606,7 +729,7 @@ def cross_play(axis, rows: list[dict], _: str) -> None:
         axis.text(k * (size + 1) + (size - 1) / 2, -0.6, run, ha="center", fontsize=8)
 
 
-def draw(args: Args, number: int) -> None:
+def draw(args: Args, number: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -619,10 +742,11 @@ def draw(args: Args, number: int) -> None:
         return
     sources = {"bars": "", "seats": "", "curves": "_curves", "recalls": "_curves", "adaptation": "_adaptation"}
     sources |= {"against": "_curves", "meeting": "_adaptation_curves", "cross-play": "_cross_play"}
+    sources["together"] = "_together"
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
-    draws |= {"against": against, "meeting": meeting, "cross-play": cross_play}
+    draws |= {"against": against, "meeting": meeting, "cross-play": cross_play, "together": together}
     panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
-    met, references = read(args, number, "_adaptation"), [row for k in (7, 8) for row in read(args, k, "_adaptation")]
+    met, references = read(args, number, "_adaptation"), [row for k in "78" for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
     lines = max(len(runs), 5 * len(runs) * (("recalls", "") in panels), *(len(found) for found in scores.values()))
     columns, height = min(3, len(panels)), max(3.2, 1.6 + 0.2 * lines)
@@ -645,7 +769,7 @@ def draw(args: Args, number: int) -> None:
         for key in keys:
             values = by_run(rows, key).get(run)
             count = sum(row["run"] == run for row in rows)
-            mean, low, high = bootstrap(values) if values else (float("nan"),) * 3
+            mean, low, high = interval(values) if values else (float("nan"),) * 3
             short = f" ({len(values or [])} of {count} seeds)" if len(values or []) < count else ""
             cells.append(
                 f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else ""
@@ -655,6 +779,8 @@ def draw(args: Args, number: int) -> None:
         for run in dict.fromkeys(row["run"] for row in rows):
             means, p = seat_test(rows, run)
             print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
+    if number in TASKS:
+        print_ladder(args, number)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(args, number, "_curves"), key).items():
             print(f"{run}: {key} at returns between {RETURNS}: " + ", ".join(f"{value:.2f}" for value in values))
@@ -686,7 +812,7 @@ def main(args: Args) -> None:
         return
     wrong = [n for n in args.section if n not in SECTIONS]
     if wrong:
-        raise ValueError(f"there is no section {wrong[0]}: {', '.join(map(str, SECTIONS))}")
+        raise ValueError(f"there is no section {wrong[0]}: {', '.join(SECTIONS)}")
     known = [label for n in args.section for label in SECTIONS[n][1]]
     unknown = [label for label in args.only if label not in known]
     if unknown:

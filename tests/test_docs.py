@@ -96,7 +96,7 @@ def test_there_are_four_edits():
 
 
 def check_cnn(script, state, metrics):
-    first = state.networks.policy.params["actor.conv.0.weight"]
+    first = state.networks.policy.params["encoder.conv.0.weight"]
     assert first.shape[:3] == (3, 32, 6) and first.grad.abs().sum() > 0
 
 
