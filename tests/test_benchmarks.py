@@ -1,11 +1,13 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
 import csv
+import functools
 import json
 import math
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
-from stag_hunt_env import StagHuntConfig
+from benchmarks.baselines import ppo_gru
+from evaluation import partners
+from stag_hunt_env import StagHuntConfig, parse
 
 sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "benchmarks"))
 sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "evaluation"))
@@ -32,8 +36,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SCRIPTS = {
     **{"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts, "pretrain_vae.py": pretrain_vae},
     **{"pretrain_world_model.py": pretrain_world_model, "evaluation/adapt.py": adapt},
-    **{"evaluation/cross_play.py": cross_play, "evaluation/evaluate.py": evaluate},
+    **{"evaluation/cross_play.py": cross_play, "evaluation/evaluate.py": evaluate, experiments.GRU: ppo_gru},
 }
+PARTNERS = functools.partial(parse, partners.Args, {"partners": partners.PartnersFlags}, partners.Args())
+SCRIPTS["evaluation/partners.py"] = SimpleNamespace(parse_args=PARTNERS)
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
@@ -202,8 +208,8 @@ def test_unmasked_and_all_steps(hop):
 
 
 def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
-    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=(2,))
-    for number, run in enumerate(list(experiments.SECTIONS[2][1].values())[:2]):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("2",))
+    for number, run in enumerate(list(experiments.SECTIONS["2"][1].values())[:2]):
         folder = experiments.folder_of(args, run)
         for seed in range(3):
             there = folder / f"x__{seed}"
@@ -221,7 +227,7 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
                     file.write(json.dumps(line | seats) + "\n")
         (folder / "seconds").touch()
         (folder / "train.log").write_text("4x4_4h1s, ppo, 32 learner(s), 256 games per seed, on cpu")
-    experiments.collect(args, 2)
+    experiments.collect(args, "2")
     rows = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert [(row["run"], row["seed"]) for row in rows[:4]] == [
         ("PPO", "0"),
@@ -233,19 +239,19 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     assert float(rows[1]["return"]) == pytest.approx(2.6) and float(rows[1]["fall"]) == pytest.approx(0.3)
     assert float(rows[1]["player_3"]) == pytest.approx(5.6)
     assert len(list(csv.DictReader((tmp_path / "docs/data/section_2_curves.csv").open()))) == 2 * 3 * 5
-    shutil.rmtree(experiments.folder_of(args, experiments.SECTIONS[2][1]["PPO"]))
-    experiments.collect(args, 2)
+    shutil.rmtree(experiments.folder_of(args, experiments.SECTIONS["2"][1]["PPO"]))
+    experiments.collect(args, "2")
     kept = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert kept == rows, "a run made elsewhere keeps its rows"
     met = tmp_path / "docs/data/section_2_adaptation.csv"
     met.write_text("run,sets,co_players\nPPO, shared,standard,3 NS\n".replace("PPO, shared", '"PPO, shared"'))
-    experiments.collect(args, 2)
+    experiments.collect(args, "2")
     assert "3 NS" in met.read_text(), "also those of what followed it, if that is not here"
     met.unlink()
     args.draw = True
     experiments.main(args)
     picture = tmp_path / "docs/results/section_2.png"
-    assert "| PPO | 3 | 2.6 [2.5, 2.7] |" in capsys.readouterr().out and picture.stat().st_size > 5000
+    assert "| PPO | 3 | 2.6 [2.352, 2.848] |" in capsys.readouterr().out and picture.stat().st_size > 5000
     picture.unlink()
     experiments.main(args)
     assert picture.exists(), "drawn again from the tables alone"
@@ -268,10 +274,14 @@ def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
 
 def test_every_published_table_draws_its_figure(tmp_path, capsys):
     shutil.copytree(Path(experiments.ROOT) / "docs/data", tmp_path / "data")
+    published = [name for name in experiments.SECTIONS if (tmp_path / f"data/section_{name}.csv").exists()]
+    assert {*"12345678"} <= set(published)
     experiments.main(experiments.Args(docs=str(tmp_path), draw=True))
     said = capsys.readouterr().out
-    assert "no data yet" not in said and "| HOP+, few steps | 5 |" in said
-    assert len(list((tmp_path / "results").glob("section_*.png"))) == len(experiments.SECTIONS)
+    assert all((f"section {name}: no data yet" in said) == (name not in published) for name in experiments.SECTIONS)
+    assert "| HOP+, few steps | 5 |" in said
+    drawn = {path.stem for path in (tmp_path / "results").glob("section_*.png")}
+    assert drawn == {f"section_{name}" for name in published}
 
 
 def test_losses_are_compared_at_equal_returns():
@@ -282,8 +292,8 @@ def test_losses_are_compared_at_equal_returns():
 
 
 def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
-    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=(8,))
-    folder = experiments.folder_of(args, experiments.SECTIONS[8][1]["PPO"])
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("8",))
+    folder = experiments.folder_of(args, experiments.SECTIONS["8"][1]["PPO"])
     there = folder / "x__1"
     there.mkdir(parents=True)
     (folder / "seconds").touch()
@@ -293,8 +303,8 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     (there / "adaptation_standard.csv").write_text("co_players,frozen mean\n3 NH,0.5\n")
     (there / "adaptation_strangers_curve.csv").write_text("co_players,learner,steps,return\n3 waiting,frozen,100,1.5\n")
     (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
-    experiments.collect(args, 8)
-    tables = {name: experiments.read(args, 8, name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
+    experiments.collect(args, "8")
+    tables = {name: experiments.read(args, "8", name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
     met = {"run": "PPO", "sets": "standard", "co_players": "3 NH", "frozen mean": "0.5"}
     point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
     assert tables["_adaptation"] == [met] and tables["_adaptation_curves"] == [point | {"return": "1.5"}]
@@ -326,10 +336,11 @@ def test_the_dashboard_shows_what_a_run_logs(tmp_path):
             dashboard.main(dashboard.Args(runs=runs, out=str(out)))
 
 
-def test_bootstrap():
-    mean, low, high = experiments.bootstrap(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
+def test_intervals():
+    mean, low, high = experiments.interval(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
     assert abs(mean - 3) < 0.15 and high - low == pytest.approx(4 / np.sqrt(400), rel=0.15) and low < mean < high
-    assert experiments.bootstrap([2.0]) == (2.0, 2.0, 2.0)
+    mean, low, high = experiments.interval([2.0])
+    assert mean == 2 and math.isnan(low) and math.isnan(high), "one seed says nothing about the others"
 
 
 def test_seats_that_differ_are_found():
@@ -358,9 +369,9 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
 
 def test_sections_and_runs_that_do_not_exist(capsys):
     with pytest.raises(ValueError, match="there is no section 9"):
-        experiments.main(experiments.Args(section=(9,), draw=True))
+        experiments.main(experiments.Args(section=("9",), draw=True))
     with pytest.raises(ValueError, match="the runs of these sections are PPO, PPO, shared"):
-        experiments.main(experiments.Args(section=(2,), only=("POP",), draw=True))
+        experiments.main(experiments.Args(section=("2",), only=("POP",), draw=True))
     with pytest.raises(ValueError, match="--patched two_players: the known ones are one_player, zero_subgoals"):
         experiments.main(experiments.Args(patched=("two_players",)))
     experiments.main(experiments.Args(list=True))
