@@ -32,7 +32,7 @@ def gradient(part, max_norm):
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
     optimizer = hop.make_optimizer(policy.parameters(), 0.1)
     torch.manual_seed(3)
-    x, target = torch.rand(2, 8, policy.params["actor.0.weight"].shape[2])[:, part], torch.rand(2, 8)[:, part]
+    x, target = 12 * torch.rand(2, 8, sum(policy.network.sizes))[:, part], torch.rand(2, 8)[:, part]
     log_probs, value = policy(x, torch.ones(*x.shape[:2], 7, dtype=torch.bool))
     loss = ((value - target).square() - log_probs[..., 0]).mean(1)
     return hop.optimizer_step(optimizer, loss, max_norm), policy.state_dict()
