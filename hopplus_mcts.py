@@ -807,7 +807,8 @@ def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, 
     if args.subgoals == "bayes":
         log_probs = belief.features.view(*belief.present.shape, 2, NUM_ACTIONS)
         action = joint.long()[..., 1:, None, None].expand(*log_probs.shape[:-1], 1)
-        evidence = F.pad(log_probs.gather(4, action)[..., 0].clamp(min=-10), (0, 2))
+        evidence = log_probs.gather(4, action)[..., 0].clamp(min=-10)
+        evidence = F.pad(evidence - evidence.amax(-1, keepdim=True), (0, 2))  # for or against, not how likely it was
         history = torch.where(belief.present[..., None], history + evidence, history)
         return torch.where(done[..., None, None], next_game_counts(args, history), history)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order

@@ -11,7 +11,7 @@ checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; who se
 `Args`, `GROUPS`, `make_args`, `validate`, `load_checkpoint`, `make_train_state`, `TrainState`, `Networks`, `rollout`,
 `capture`; for `adapt.py` also `imagine`, `make_ppo_batch`, `real_samples`, `ppo_update`, `opponent_model_losses`,
 `train_opponent_models`, `measure_horizon`, `moa_metrics`, `train_iteration`, `make_optimizer`, `Transitions`,
-`history_decay`.
+`Replay`, `history_decay`, `add_event`.
 """
 
 import csv

@@ -140,13 +140,14 @@ SIGNATURES = {  # how evaluation/ calls them
     "train_iteration": "state train_world train_opponents",
     "make_optimizer": "params learning_rate",
     "history_decay": "args",
+    "add_event": "history event done left",
 }
 
 
 @pytest.mark.parametrize("name", ["hopplus_ppo.py", "hopplus_mcts.py"])
 def test_the_scripts_keep_the_contract(name):
     script = evaluate.load_script(ROOT / name, {"name": name, "sha256": ""}, evaluate.CONTRACT + evaluate.FOR_ADAPT)
-    others = {"Args", "GROUPS", "TrainState", "Networks", "Transitions"}
+    others = {"Args", "GROUPS", "TrainState", "Networks", "Transitions", "Replay"}
     assert set(evaluate.CONTRACT + evaluate.FOR_ADAPT) == set(SIGNATURES) | others
     for function, expected in SIGNATURES.items():
         found = inspect.signature(getattr(script, function)).parameters.values()

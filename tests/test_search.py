@@ -535,13 +535,16 @@ def test_belief_in_stag_or_hare_by_hand(remembers):
         kept = torch.tensor(np.concatenate([evidence, counts], 3)).float()
         torch.testing.assert_close(state.rollout_state["history"], kept, atol=1e-3, rtol=1e-4)
         steps, outputs, *_ = play(state, 1)
+        rough = hop.bayes_posterior(steps.history[:, 0].float()).exp()  # what metrics are made of
+        torch.testing.assert_close(rough.flatten(2), outputs["goals"][:, 0], atol=0.02, rtol=0)
         acts, present = likelihoods(state, steps.board[:, 0], steps.prey_position[:, 0], steps.time[:, 0])
         for m, e, k in np.ndindex(3, 5, 2):
             belief = bayes(evidence[m, e, k], counts[m, e, k])
             assert outputs["goals"][m, 0, e, 2 * k : 2 * k + 2].tolist() == pytest.approx(belief, abs=1e-4)
             scores = acts[m, e, k, :, int(steps.joint[m, 0, e, 1 + k])].tolist()
             if present[m, e, k]:
-                evidence[m, e, k] += [max(-10.0, score) for score in scores]
+                clamped = [max(-10.0, score) for score in scores]
+                evidence[m, e, k] += np.array(clamped) - max(clamped)
                 seen["clamped"] += min(scores) < -10
             else:
                 seen["left"] += 1
