@@ -396,11 +396,10 @@ class Stacked:
 
 class BoardEncoder(nn.Module):
     """A board as a list of entities (see entity_views) -> features. Each entity is looked up by its kind and its cell
-    relative to the observer; players add up, of stags and of hares the maximum counts."""
+    relative to the observer; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
         spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
@@ -413,18 +412,19 @@ class BoardEncoder(nn.Module):
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.table = nn.Parameter(0.1 * torch.randn(rows, hidden))
-        self.walls = layer(cells, hidden) if config.max_wall_pieces else None
-        self.mix = mlp(3 * hidden, hidden, hidden, gain=math.sqrt(2))
+        self.table = nn.Parameter(0.1 * torch.randn(rows, 2 * hidden))
+        self.walls = layer(cells, 2 * hidden) if config.max_wall_pieces else None
+        self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, entities, walls):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
-        vectors = F.embedding(self.lookup[self.kind, entities[:, :1], entities], self.table)
-        players, stags, hares = vectors.split(self.sizes, 1)
-        nothing = self.table[-1].expand(len(entities), -1)
-        players = players.sum(1) if self.walls is None else players.sum(1) + self.walls(walls)
-        stags, hares = (torch.maximum(x.amax(1), nothing) if x.shape[1] else nothing for x in (stags, hares))
-        return self.mix(torch.cat([players, stags, hares], 1)).relu_()
+        row = self.lookup[self.kind, entities[:, :1], entities]
+        ones = torch.ones(row.shape, dtype=self.table.dtype, device=row.device)
+        counts = ones.new_zeros(len(row), len(self.table)).scatter_add(1, row, ones)
+        x = counts @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        if self.walls is not None:
+            x = x + self.walls(walls)
+        return self.mix(x.relu()).relu_()
 
 
 class SubgoalPrior(nn.Module):
@@ -1292,10 +1292,11 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
 
 class Replay:
     """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in; of the histories, by
-    far the largest, only those before each rollout's first step"""
+    far the largest, only those before each rollout's first step. Rollouts of S < M serve the learners of each seed."""
 
-    def __init__(self, rollouts: int, device):
+    def __init__(self, rollouts: int, num_learners: int, device):
         self.rollouts = rollouts
+        self.num_learners = num_learners  # M
         self.data = None
         self.pushed = torch.zeros((), dtype=torch.int64, device=device)  # how many came in
 
@@ -1310,9 +1311,10 @@ class Replay:
 
     def sample(self, count: int, window: bool, members: int = 1) -> Transitions:
         """Windows of whole rollouts [M, T, count, ...], or single steps [M*members, count, ...]"""
-        rollouts, m, steps, games = self.data.done.shape
-        learner = torch.arange(m, device=self.pushed.device).repeat_interleave(members)[:, None]
-        slot, step, column = torch.rand(3, m * members, count, device=self.pushed.device)
+        rollouts, stored, steps, games = self.data.done.shape
+        m = self.num_learners * members
+        learner = (torch.arange(m, device=self.pushed.device) * stored // m)[:, None]
+        slot, step, column = torch.rand(3, m, count, device=self.pushed.device)
         slot = (slot * self.pushed.clamp(max=rollouts)).long()
         step, column = (step * steps).long(), (column * games).long()
         if window:
@@ -2195,7 +2197,7 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     if networks.world is not None:
         optimizers["world"] = make_optimizer(networks.world.parameters(), args.wm_learning_rate, beta2=0.99)
     offline = networks.moa is not None and args.offline_ratio > 0 and not watch
-    replays = Replay(args.replay_rollouts, device), Replay(args.replay_rollouts, device) if offline else None
+    replays = Replay(args.replay_rollouts, m, device), Replay(args.replay_rollouts, m, device) if offline else None
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
     last_joint = torch.full((*seats.learner_seat.shape, env.config.num_players), STAY, device=device)
     size = 4 if args.subgoals == "bayes" else 2 * args.subgoal_hidden
@@ -2265,7 +2267,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
         if state.offline_replay is not None:  # at most 256 games, of all seats
             games = torch.arange(min(256, transitions.done.shape[2]), device=index.device)
             games = games * transitions.done.shape[2] // len(games)
-            state.offline_replay.push(Transitions(*(x[index][:, :, games] for x in transitions)))
+            state.offline_replay.push(Transitions(*(x[:, :, games] for x in transitions)))
     for name, stacked in networks._asdict().items():
         if stacked is not None and name != "policy":
             tiled = tile_weights(stacked.state_dict(), args.wm_ensemble if name == "world" else 1, index)

@@ -221,11 +221,10 @@ class Stacked:
 
 class BoardEncoder(nn.Module):
     """A board as a list of entities (see entity_views) -> features. Each entity is looked up by its kind and its cell
-    relative to the observer; players add up, of stags and of hares the maximum counts."""
+    relative to the observer; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
         spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
@@ -238,18 +237,19 @@ class BoardEncoder(nn.Module):
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.table = nn.Parameter(0.1 * torch.randn(rows, hidden))
-        self.walls = layer(cells, hidden) if config.max_wall_pieces else None
-        self.mix = mlp(3 * hidden, hidden, hidden, gain=math.sqrt(2))
+        self.table = nn.Parameter(0.1 * torch.randn(rows, 2 * hidden))
+        self.walls = layer(cells, 2 * hidden) if config.max_wall_pieces else None
+        self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, entities, walls):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
-        vectors = F.embedding(self.lookup[self.kind, entities[:, :1], entities], self.table)
-        players, stags, hares = vectors.split(self.sizes, 1)
-        nothing = self.table[-1].expand(len(entities), -1)
-        players = players.sum(1) if self.walls is None else players.sum(1) + self.walls(walls)
-        stags, hares = (torch.maximum(x.amax(1), nothing) if x.shape[1] else nothing for x in (stags, hares))
-        return self.mix(torch.cat([players, stags, hares], 1)).relu_()
+        row = self.lookup[self.kind, entities[:, :1], entities]
+        ones = torch.ones(row.shape, dtype=self.table.dtype, device=row.device)
+        counts = ones.new_zeros(len(row), len(self.table)).scatter_add(1, row, ones)
+        x = counts @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        if self.walls is not None:
+            x = x + self.walls(walls)
+        return self.mix(x.relu()).relu_()
 
 
 class SubgoalPrior(nn.Module):

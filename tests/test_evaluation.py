@@ -559,7 +559,7 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     now, before = state.rollout_state["history"].expand(-1, 4, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
     assert decay > 0 and now.any() and before.any()
-    kept = hopplus_ppo.Replay(flags.replay_rollouts, torch.device("cpu"))
+    kept = hopplus_ppo.Replay(flags.replay_rollouts, 1, torch.device("cpu"))
     kept.load_state_dict(args.run.checkpoint["states"][0]["replay"])
     for m in range(6):
         own = kept.data.board[:, m][kept.data.time[:, m] == 0]

@@ -744,7 +744,7 @@ def numbered(rollouts=1, m=3, steps=8, games=4, first=0):
 
 
 def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
-    replay = hop.Replay(2, CPU)
+    replay = hop.Replay(2, 3, CPU)
     for count, rollout in enumerate(numbered(5), 1):
         replay.push(rollout)
         torch.manual_seed(1)
@@ -759,14 +759,18 @@ def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
         assert windows.shape == (3, 8, 50)
         assert (windows[:, :, :] - windows[:, :1] == 10 * torch.arange(8).view(1, 8, 1)).all()
         assert (windows // 100 % 10 == torch.arange(3).view(3, 1, 1)).all() and len(windows[0, 0].unique()) > 3
-    again = hop.Replay(2, CPU)
+    shared = hop.Replay(2, 6, CPU)  # two learners for each of three seeds
+    shared.push(rollout)
+    assert (shared.sample(50, True).reward.int() // 100 % 10 == torch.arange(6).view(6, 1, 1) // 2).all()
+    assert (shared.sample(50, False, 2).reward.int() // 100 % 10 == torch.arange(12).view(12, 1) // 4).all()
+    again = hop.Replay(2, 3, CPU)
     again.load_state_dict(replay.state_dict())
     assert same_tree(again.state_dict(), replay.state_dict()) and same_tree(again.data._asdict(), replay.data._asdict())
 
 
 @pytest.mark.parametrize(("ratio", "old"), [(0.0, 0), (0.25, 10), (1.0, 40)])
 def test_rule_based_games_make_up_their_share(ratio, old):
-    replay, offline = hop.Replay(2, CPU), hop.Replay(2, CPU)
+    replay, offline = hop.Replay(2, 3, CPU), hop.Replay(2, 3, CPU)
     replay.push(numbered()[0])
     offline.push(numbered(first=7)[0])
     for window, dim in ((False, 1), (True, 2)):

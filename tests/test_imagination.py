@@ -79,7 +79,7 @@ def test_world_model_ignores_steps_without_the_learner(monkeypatch):
     w = play(state, 14)[0]
     mask = hop.learner_mask(TINY_CONFIG, w.board)
     for reward in (w.reward, torch.where(mask, w.reward, 10.0)):
-        replay = hop.Replay(1, CPU)
+        replay = hop.Replay(1, len(w.done), CPU)
         replay.push(w._replace(reward=reward))
         monkeypatch.setattr(hop, "optimizer_step", lambda optimizer, loss, max_norm: loss)
         torch.manual_seed(1)

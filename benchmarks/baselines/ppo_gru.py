@@ -128,11 +128,10 @@ class Linear(nn.Module):
 
 class BoardEncoder(nn.Module):
     """The eyes that hopplus_ppo.py has: each thing on the board is looked up by its kind and its cell relative to the
-    learner; players add up, of stags and of hares the maximum counts."""
+    learner; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, own: list[torch.Generator], hidden: int):
         super().__init__()
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
         spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
@@ -145,20 +144,17 @@ class BoardEncoder(nn.Module):
         kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.table = nn.Parameter(torch.stack([0.1 * torch.randn(rows, hidden, generator=each) for each in own]))
-        self.walls = Linear(own, cells, hidden, 1.0) if config.max_wall_pieces else None
-        self.mix = nn.Sequential(Linear(own, 3 * hidden, hidden), nn.ReLU(), Linear(own, hidden, hidden), nn.ReLU())
+        self.table = nn.Parameter(torch.stack([0.1 * torch.randn(rows, 2 * hidden, generator=each) for each in own]))
+        self.walls = Linear(own, cells, 2 * hidden, 1.0) if config.max_wall_pieces else None
+        self.mix = nn.Sequential(nn.ReLU(), Linear(own, 2 * hidden, hidden), nn.ReLU())
 
     def forward(self, entities, walls):
         """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
-        seeds, rows, _ = self.table.shape
         row = self.lookup[self.kind, entities[..., :1], entities]
-        row = row + rows * torch.arange(seeds, device=row.device).view(-1, 1, 1, 1)
-        players, stags, hares = F.embedding(row, self.table.flatten(0, 1)).split(self.sizes, 3)
-        players = players.sum(3) if self.walls is None else players.sum(3) + self.walls(walls)
-        nothing = self.table[:, None, None, -1].expand_as(players)
-        stags, hares = (torch.maximum(x.amax(3), nothing) if x.shape[3] else nothing for x in (stags, hares))
-        return self.mix(torch.cat([players, stags, hares], 3))
+        counts = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device)
+        counts = counts.scatter_add(3, row, torch.ones(row.shape, device=row.device))
+        x = counts @ self.table[:, None]  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        return self.mix(x if self.walls is None else x + self.walls(walls))
 
 
 class Agent(nn.Module):
