@@ -881,13 +881,13 @@ def main(args: Args) -> dict[str, float]:
     config, device = validate(args), game.resolve_device(args.device)
     if checkpoint and checkpoint["device"] != device.type:
         raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
-    if device.type == "cuda":  # else the gradient of a lookup table adds up in any order, and no run is like another
+    if device.type == "cuda":  # sums in the same order in each run
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
+    models = make_models(args, config, seeds, device)
     games = [collect_trajectories(args, config, seed, device) for seed in seeds]
     data, held_out = (tree_map(lambda *x: pad_sequence(x, True), *parts) for parts in zip(*games, strict=True))
-    models = make_models(args, config, seeds, device)
     params = [p for stacked in models.values() for p in stacked.parameters()]
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
