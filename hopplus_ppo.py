@@ -266,6 +266,7 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
     refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
     refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
+    refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if args.imagination:
         beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
@@ -730,13 +731,13 @@ class OpponentBelief(NamedTuple):
 
 
 @compilable
-def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, given) -> OpponentBelief:
-    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden], given [M, n, K, D]"""
+def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, oracle_id) -> OpponentBelief:
+    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden], oracle_id [M, n, K, D]"""
     m, n, k = history.shape[:3]
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
     features = networks.inference(entities, walls, method="encoder")
     params = networks.inference(features, history.flatten(1, 2).float())
-    goals = given if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
+    goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
     if args.subgoals == "actions":
         goals = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goals, legal).exp()
     goals = goals.reshape(m, n, -1)[..., : k * goal_size(args)]
@@ -766,11 +767,11 @@ def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, 
     return add_event(history, event * belief.present[..., None], done[..., None, None], history_decay(args))
 
 
-def add_event(history, event, done, left):
-    """[..., 2 * hidden], [..., hidden], bool [..., 1] -> the history after it; `left` is what a game's end leaves"""
+def add_event(history, event, done, discount):
+    """[..., 2 * hidden], [..., hidden], bool [..., 1] -> the history after it; `discount`: what a game's end leaves"""
     now, before = history.chunk(2, -1)
     now = now + event
-    next_game = torch.cat([torch.zeros_like(now), left * (before + now)], -1)
+    next_game = torch.cat([torch.zeros_like(now), discount * (before + now)], -1)
     return torch.where(done, next_game, torch.cat([now, before], -1))
 
 
@@ -978,8 +979,8 @@ def encode_history(args: Args, env, networks: Networks, windows: Transitions, hi
     seen = windows.joint.long()[..., env.ego[1:]].flatten(1, 3)
     event = networks.inference(features, seen, method="event").unflatten(1, windows.history.shape[1:4])
     present = (entities[..., 0] < env.config.num_cells).view(event.shape[:-1])[..., None]
-    left = torch.where(windows.history_reset, 0.0, history_decay(args))[..., None, None]
-    steps = (event * present, windows.done[..., None, None], left)
+    discount = torch.where(windows.history_reset, 0.0, history_decay(args))[..., None, None]
+    steps = (event * present, windows.done[..., None, None], discount)
     histories = []
     for step in zip(*(x.unbind(1) for x in steps), strict=True):
         histories.append(history)
@@ -1195,7 +1196,7 @@ def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -
     return Transitions(*(x.flatten(1, 2) for x in windows._replace(history=history)))
 
 
-def borrow_goals(belief: OpponentBelief) -> dict:
+def shuffle_goals(belief: OpponentBelief) -> dict:
     """For every second of n imagined rollouts the subgoals of another one -> {field: where, what}"""
     n, k = belief.present.shape[1:]
     other = torch.rand(n, device=belief.goals.device).argsort()
@@ -1216,8 +1217,8 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         views = entity_views(args, env, board, start.prey_position)
         belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)
         if step == 0:
-            borrowed = borrow_goals(belief) if args.imagined_goals == "prior" else {}
-        belief = belief._replace(**{name: torch.where(*x, getattr(belief, name)) for name, x in borrowed.items()})
+            shuffled = shuffle_goals(belief) if args.imagined_goals == "prior" else {}
+        belief = belief._replace(**{name: torch.where(*x, getattr(belief, name)) for name, x in shuffled.items()})
         inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
         values.append(value)
         if step == args.imagination_horizon:

@@ -137,6 +137,8 @@ def validate(args: Args) -> StagHuntConfig:
     game.population_names(args.population)
     if config.num_cells > 255:
         raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
+    if args.subgoal_hidden < 2:
+        raise ValueError("--subgoal-hidden must be 2 or more")
     if args.goal_kind == "discrete" and args.goal_dim < 2:
         raise ValueError("--goal-kind discrete needs --goal-dim 2 or more")
     return config

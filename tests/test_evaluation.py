@@ -140,7 +140,7 @@ SIGNATURES = {  # how evaluation/ calls them
     "train_iteration": "state train_world train_opponents",
     "make_optimizer": "params learning_rate",
     "history_decay": "args",
-    "add_event": "history event done left",
+    "add_event": "history event done discount",
 }
 
 

@@ -777,3 +777,9 @@ def test_rule_based_games_make_up_their_share(ratio, old):
         found = hop.sample_replays(replay, offline, ratio, 40, window).reward
         assert found.shape[dim] == 40 and ((found >= 7000).sum(dim) == old).all()
     assert (hop.sample_replays(replay, None, ratio, 40, False).reward < 7000).all()
+
+
+def test_a_history_has_room_for_its_count():
+    with pytest.raises(ValueError, match="--subgoal-hidden must be 2 or more"):
+        hop.validate(make_args(subgoal_hidden=1))
+    hop.validate(make_args(subgoals="none", imagination=False, subgoal_hidden=1))  # there is none
