@@ -48,7 +48,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-9"  # of a checkpoint
+FORMAT = "hopplus-10"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -131,7 +131,7 @@ class OpponentArgs:
     """how many states ahead s^g is looked for"""
     hindsight_eps: Fraction = 0.5
     """share of MOA's training that reads hindsight subgoals, at the start; falls to 0 halfway"""
-    kl_coef: NonNegative = 1e-4
+    kl_coef: NonNegative = 1e-2
     """weight of KL(q_phi || f_psi(s^g))"""
     moa_data: Literal["present", "rewarded"] = "present"
     """steps that MOA and q_phi learn from: co-player on the board; and in a game in which it scored"""
@@ -406,6 +406,7 @@ class BoardEncoder(nn.Module):
         row, column = np.divmod(np.arange(cells), config.width)
         spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
         rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
@@ -420,9 +421,8 @@ class BoardEncoder(nn.Module):
     def forward(self, entities, walls):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
         row = self.lookup[self.kind, entities[:, :1], entities]
-        ones = torch.ones(row.shape, dtype=self.table.dtype, device=row.device)
-        counts = ones.new_zeros(len(row), len(self.table)).scatter_add(1, row, ones)
-        x = counts @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        found = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device).scatter(1, row, 1.0)
+        x = found @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -454,14 +454,14 @@ class SubgoalInference(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden - 1)
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
         self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
         """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        return F.pad(self.events(torch.cat([features, acts], 1)), (1, 0), value=1.0)
+        return F.pad(self.events(torch.cat([features, acts], 1))[:, 1:], (1, 0), value=1.0)
 
     @staticmethod
     def read(history):
@@ -483,10 +483,11 @@ class ActionModel(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = mlp(hidden + 1 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
+        self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, entities, walls, clock, goal, legal):
-        logits = self.head(torch.cat([self.encoder(entities, walls), clock[:, None], goal], 1))
+        clock = F.pad(clock[:, None], (0, 7))  # as in BoardEncoder
+        logits = self.head(torch.cat([self.encoder(entities, walls), clock, goal], 1))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
 
 
@@ -657,7 +658,7 @@ class ActorCritic(nn.Module):
         hidden, goals = args.policy_hidden, goal_size(args) * (config.num_players - 1)
         entities, walls = config.num_players + config.num_prey, config.num_cells if config.max_wall_pieces else 1
         self.sizes = [entities, walls, 1 + NUM_ACTIONS * config.num_players + goals]
-        self.padding = -(hidden + self.sizes[2]) % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
+        self.padding = -(hidden + self.sizes[2]) % 8  # as in BoardEncoder
         self.encoder = BoardEncoder(config, hidden)
         self.trunk = mlp(hidden + self.padding + self.sizes[2], hidden, hidden, gain=math.sqrt(2))
         self.actor = mlp(hidden, hidden, NUM_ACTIONS, gain=0.01)
@@ -1441,14 +1442,20 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
         goals, priors = goal_mean(kind, posterior).view(*shape, -1), prior.view(*shape, -1)
         hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present).flatten(1, 3)
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
+    # A subgoal outlasts a step: every second time MOA reads one that was inferred earlier in the game.
+    same = same_game(windows.done)
+    now = torch.arange(shape[1], device=device).view(1, -1, 1, 1)
+    age = now - same.byte().argmax(2)  # steps since the game, or the window, began
+    back = torch.rand(shape, device=device) * (age + 1) * (torch.rand(shape, device=device) < 0.5)
+    earlier = F.one_hot(now - back.long(), shape[1]).float()  # a product: the gradient of gather differs run by run
+    moa_goal = torch.einsum("mtgku,mugkd->mtgkd", earlier, goal.view(*shape, -1)).flatten(1, 3)
     use_hindsight = torch.rand(*posterior.shape[:2], 1, device=device) < eps
-    moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), goal)
+    moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), moa_goal)
     if args.subgoals in GIVEN:
         moa_goal = windows.oracle_id.flatten(1, 3)
     if args.subgoals == "actions":
         moa_goal = goal_mean(kind, posterior)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
-    same = same_game(windows.done)
     if args.moa_data == "rewarded":
         present = present & (same & windows.exited[:, None, ..., 1:]).any(2)
     weight = (present / (same & present[:, None]).sum(2).clamp(min=1)).flatten(1)
@@ -2185,7 +2192,8 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
     decay = history_decay(args)
     redraw = ("never" if decay else "game") if watch else args.redraw
-    seats = game.Seats(env, tables, args.share_parameters, args.population, redraw, decay > 0, watch)
+    reset_prob = args.history_reset_prob if decay and args.subgoals == "posterior" else 0.0
+    seats = game.Seats(env, tables, args.share_parameters, args.population, redraw, decay > 0, watch, reset_prob)
     m = seats.num_learners
     network_seeds = [100 * seed + i for seed in seeds for i in range(m // len(seeds))]
     networks = make_networks(args, args.config, network_seeds, device)
@@ -2238,7 +2246,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     networks, optimizers, replay = watch.networks, watch.optimizers, watch.replay
     rates = {"opponents": 3e-3} | ({"world": 2e-3} if networks.world is not None else {})
     if args.vae_checkpoint:
-        load_pretrained(args.vae_checkpoint, "subgoals-6", ("prior", "inference", "moa", "moa_prior"), args, networks)
+        load_pretrained(args.vae_checkpoint, "subgoals-7", ("prior", "inference", "moa", "moa_prior"), args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
         load_pretrained(args.world_model_checkpoint, "world-model-6", ("world",), args, networks)

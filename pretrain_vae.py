@@ -49,7 +49,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "subgoals-6"  # of a checkpoint
+FORMAT = "subgoals-7"  # of a checkpoint
 KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
     "state only": "moa_prior",
@@ -232,6 +232,7 @@ class BoardEncoder(nn.Module):
         row, column = np.divmod(np.arange(cells), config.width)
         spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
         rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
@@ -246,9 +247,8 @@ class BoardEncoder(nn.Module):
     def forward(self, entities, walls):
         """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
         row = self.lookup[self.kind, entities[:, :1], entities]
-        ones = torch.ones(row.shape, dtype=self.table.dtype, device=row.device)
-        counts = ones.new_zeros(len(row), len(self.table)).scatter_add(1, row, ones)
-        x = counts @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        found = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device).scatter(1, row, 1.0)
+        x = found @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -280,14 +280,14 @@ class SubgoalInference(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden - 1)
+        self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
         self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
         """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        return F.pad(self.events(torch.cat([features, acts], 1)), (1, 0), value=1.0)
+        return F.pad(self.events(torch.cat([features, acts], 1))[:, 1:], (1, 0), value=1.0)
 
     @staticmethod
     def read(history):
@@ -309,10 +309,11 @@ class ActionModel(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = mlp(hidden + 1 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
+        self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, entities, walls, clock, goal, legal):
-        logits = self.head(torch.cat([self.encoder(entities, walls), clock[:, None], goal], 1))
+        clock = F.pad(clock[:, None], (0, 7))  # as in BoardEncoder
+        logits = self.head(torch.cat([self.encoder(entities, walls), clock, goal], 1))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
 
 

@@ -544,10 +544,19 @@ class Seats:
     step call `action_probs`, ask what you need, then `update`. `tables` names the N players of each block. The M
     learners are numbered block by block, seat by seat; with `share_parameters` those of a block are one learner with
     more games. `remember`: the posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all
-    seats. `kinds` int64 [B, N]: LEARNER, or a number in `names`, whose first P are the population."""
+    seats. `reset_prob`: how often a game's end also resets what is remembered in it. `kinds` int64 [B, N]: LEARNER, or
+    a number in `names`, whose first P are the population."""
 
     def __init__(
-        self, env, tables, share_parameters=False, population=POPULATION, redraw="game", remember=False, watch=False
+        self,
+        env: StagHuntEnv,
+        tables: list,
+        share_parameters: bool = False,
+        population: str | list[str] | tuple[str, ...] = POPULATION,
+        redraw: str | float = "game",
+        remember: bool = False,
+        watch: bool = False,
+        reset_prob: float = 0.0,
     ):
         n, games, device = env.config.num_players, env.num_envs // len(tables), env.device
         tables = [seats_table(table, n) for table in tables]
@@ -588,6 +597,7 @@ class Seats:
         # After a game the posterior becomes (1 - forget) * posterior + forget * prior.
         forget = (self._redraw_prob if remember else torch.ones_like(self._redraw_prob))[..., None]
         self._log_keep, self._log_forget = (1 - forget).log(), (forget / count).log()
+        self._reset_prob, self._log_prior = reset_prob, -math.log(count)
         self._table = self._probs = None  # what the last `action_probs` computed
 
     def to_learners(self, x: Tensor) -> Tensor:
@@ -647,6 +657,9 @@ class Seats:
         evidence = likelihood.log() * (present_before & (self.kinds != LEARNER))[..., None]
         log_posterior = (self.log_posterior + evidence).log_softmax(2)
         next_game = torch.logaddexp(log_posterior + self._log_keep, self._log_forget)
+        if self._reset_prob > 0:
+            reset = torch.rand(ended.shape, device=done.device) < self._reset_prob
+            next_game = next_game.masked_fill(reset[..., None], self._log_prior)
         self.log_posterior.copy_(torch.where(ended[..., None], next_game, log_posterior))
         redrawn = ended & (torch.rand(self.kinds.shape, device=done.device) < self._redraw_prob)
         kinds = torch.where(redrawn, torch.randint_like(self.kinds, count), self.kinds)

@@ -6,7 +6,8 @@
     python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
     python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with a mistake in it
 
-A run that is finished is not made again (its folder in --run-dir has a file `finished`); sections share runs.
+A run that is finished is not made again (its folder in --run-dir has a file `finished`), and one that was cut off goes
+on from its last checkpoint; sections share runs.
 
 The ladder: games in which it pays more and more to know the others. Its settings were chosen with seeds 1 to 5
 (docs/data/tuning.csv) and are tested with seeds 11 to 20; differences are paired by seed, intervals are Student's t.
@@ -97,24 +98,21 @@ SEARCHES = {
 # The ladder: one learner, whose partner is one of three; the others hunt hares.
 GRU = "benchmarks/baselines/ppo_gru.py"
 PARTNERS = "evaluation/partners.py RUNS"
+NEW_PARTNERS = "evaluation/partners.py RUNS --population nearest_stag"  # whom nobody met in training
 TRAIN = "--seed 11 --num-seeds 10 --log-every 5 --num-envs 1024 --ent-coef 0.01"
-MODELS = "--policy-hidden 256 --method ppo-omg --subgoal-hidden 128 --subgoal-updates 8 --history-reset-prob 0.005"
+MODELS = "--policy-hidden 256 --subgoal-hidden 128 --subgoal-selection final --history-reset-prob 0.005"
 HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
 ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
 TASKS = {  # name: title, flags, million steps
-    "stays-8x8": ("8x8, 9 steps, the partner stays", f"--height 8 --width 8 --final-time 9 --redraw never {ONE}", 10),
+    "stays-8x8": ("8x8, 9 steps, the partner stays", f"--height 8 --width 8 --final-time 9 --redraw never {ONE}", 8),
     "stays-4x4": ("4x4, 5 steps, the partner stays", f"--final-time 5 --redraw never {ONE}", 5),
-    "redrawn-8x8": ("8x8, 9 steps, a new partner in every game", f"--height 8 --width 8 --final-time 9 {ONE}", 10),
+    "redrawn-8x8": ("8x8, 9 steps, a new partner in every game", f"--height 8 --width 8 --final-time 9 {ONE}", 8),
     "redrawn-4x4": ("4x4, 5 steps, a new partner in every game", f"--final-time 5 {ONE}", 5),
-    "drifts-8x8": (
-        "8x8, 9 steps, a new partner after every tenth game",
-        f"--height 8 --width 8 --final-time 9 --redraw 0.1 {ONE}",
-        10,
-    ),
-    "two-partners-8x8": (
-        "8x8, 9 steps, two partners stay",
-        f"--height 8 --width 8 --final-time 9 --redraw never {HIDDEN} --seats learner,mixed,mixed,nearest_hare",
-        10,
+    "drifts-4x4": ("4x4, 5 steps, a new partner after every tenth game", f"--final-time 5 --redraw 0.1 {ONE}", 5),
+    "two-partners-4x4": (
+        "4x4, 5 steps, two partners stay",
+        f"--final-time 5 --redraw never {HIDDEN} --seats learner,mixed,mixed,nearest_hare",
+        5,
     ),
     "commitment": (
         "4x4, the game ends with the first hunt",
@@ -122,7 +120,7 @@ TASKS = {  # name: title, flags, million steps
         " --seats learner,mixed,mixed,mixed",
         5,
     ),
-    "control-long": ("8x8, 35 steps, a new partner in every game", f"--height 8 --width 8 --final-time 35 {ONE}", 10),
+    "control-long": ("8x8, 35 steps, a new partner in every game", f"--height 8 --width 8 --final-time 35 {ONE}", 8),
     "control-known": (
         "4x4, 5 steps, the partner is always the same",
         "--num-stags 2 --final-time 5 --population first_stag --redraw never"
@@ -136,26 +134,26 @@ def arms(task: str) -> dict[str, Run]:
     """What the policy may know, in one game"""
     _, flags, steps = TASKS[task]
     common = f"{TRAIN} {flags} --total-timesteps {steps}000000"
-    forget = " --memory-discount 0.8" if task == "drifts-8x8" else ""
-    then = (PARTNERS,) if "redrawn" not in task and "control" not in task else ()
-    runs = {"none": Run(f"{common} --policy-hidden 256 --method ppo", then=then)}
-    for label, subgoals in (
-        ("actions", "actions"),
-        ("inferred", "inferred"),
-        ("posterior", "posterior"),
-        ("told", "oracle"),
-    ):
-        runs[label] = Run(f"{common} {MODELS} --subgoals {subgoals}{forget}", then=then)
+    models = f"{common} {MODELS} --method ppo-omg" + (" --memory-discount 0.5" if "drifts" in task else "")
+    then = (PARTNERS, NEW_PARTNERS) if "stays" in task else (PARTNERS,) if "drifts" in task else ()
     gru = "" if "--redraw" in flags else " --redraw game"
-    runs["GRU"] = Run(f"{common} --hidden 256{gru}", GRU, then=then)
-    if "redrawn" in task:
-        runs["HOP+"] = Run(f"{common} {MODELS.replace('ppo-omg', 'hopplus')} {HALF}")
-    return runs
+    runs = {
+        "none": Run(f"{common} --policy-hidden 256 --method ppo", then=then),
+        "actions": Run(f"{models} --subgoals actions", then=then),
+        "inferred": Run(f"{models} --subgoals inferred", then=then),
+        "GRU": Run(f"{common} --hidden 256{gru}", GRU, then=then),
+        "posterior": Run(f"{models} --subgoals posterior", then=then),
+        "told": Run(f"{models} --subgoals oracle", then=then),
+        "HOP+": Run(f"{TRAIN} {flags} --total-timesteps 2000000 {MODELS} --method hopplus {HALF}"),
+    }
+    if task != "redrawn-4x4":
+        runs.pop("HOP+")
+    return runs if "4x4" in task or "stays" in task else {name: runs[name] for name in ("none", "inferred", "told")}
 
 
 SECTIONS = {  # name: title, runs, panels (kind, key)
     **{
-        task: (TASKS[task][0], arms(task), [("bars", "return"), ("curves", "return"), ("together", "")])
+        task: (TASKS[task][0], arms(task), [("points", "return"), ("late curves", "return"), ("together", "")])
         for task in TASKS
     },
     "1": (
@@ -386,24 +384,30 @@ def make(args: Args, run: Run) -> None:
     folder = folder_of(args, run)
     if (folder / "finished").exists():
         return
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-    folder.mkdir(parents=True)
-    fixed = [] if run.script == GRU else ["--num-pictures", "0", "--save-seconds", "1e9", "--log-details"]
+    trained = (folder / "seconds").exists()
+    begun = checkpoints_in(folder) if trained or run.script != GRU else []  # the baseline saves only at the end
+    if not begun:
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+        folder.mkdir(parents=True)
+    fixed = [] if run.script == GRU else ["--num-pictures", "0", "--save-seconds", "120", "--log-details"]
 
     def call(log: str, *command: str) -> None:
-        with open(folder / f"{log}.log", "w") as file:
+        with open(folder / f"{log}.log", "a") as file:
             subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, check=True)
 
     flags = [*run.flags.split(), *fixed, *args.extra.split(), "--run-dir", str(folder.resolve())]
-    if run.before:
+    if begun:
+        flags = ["--resume", begun[0]]
+    elif run.before:
         script, own, flag = run.before
         there = folder.resolve() / "before"
         call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
         flags += [flag, checkpoints_in(there)[0]]
     started = time.time()
     script = ["benchmarks/experiments.py", "--patched", *run.patch, "--"] if run.patch else [run.script]
-    call("train", *script, *flags)
-    (folder / "seconds").write_text(f"{time.time() - started:.1f}")
+    if not trained:
+        call("train", *script, *flags)
+        (folder / "seconds").write_text(f"{time.time() - started:.1f}")
     for number, then in enumerate(run.then):
         found = checkpoints_in(folder)
         words = then.replace("RUNS", " ".join(found)).replace("RUN", found[0])
@@ -476,8 +480,9 @@ def collect(args: Args, number: str) -> None:
             for name, rows in (("", met), ("_curve", meeting)):
                 for path in folder.glob(f"*/adaptation_{sets}{name}.csv"):
                     rows += [{"run": label, "sets": sets, **row} for row in csv.DictReader(path.open())]
-        for path in folder.glob("*/partners.csv"):
-            together += [{"run": label, **row} for row in csv.DictReader(path.open())]
+        for path in folder.glob("*/partners*.csv"):
+            population = path.stem.removeprefix("partners").lstrip("_")
+            together += [{"run": label, "population": population, **row} for row in csv.DictReader(path.open())]
         for path in folder.glob("*/cross_play.csv"):
             for focal, row in enumerate(csv.reader(path.open()), -1):  # the first line is the header
                 found = enumerate(row[1:]) if focal >= 0 else ()
@@ -559,6 +564,26 @@ def bars(axis, rows: list[dict], key: str) -> None:
     axis.invert_yaxis()
 
 
+def points(axis, rows: list[dict], key: str) -> None:
+    """Means and intervals, where bars from zero on would all look alike"""
+    found = by_run(rows, key)
+    for y, values in enumerate(found.values()):
+        mean, low, high = interval(values)
+        axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color=f"C{y}", fmt="o", capsize=4)
+        axis.plot(values, [y + 0.2] * len(values), ".", color=f"C{y}", alpha=0.4, markersize=4)
+    axis.set_yticks(range(len(found)), found, fontsize=8)
+    axis.set(title=f"{key} at the end")
+    axis.grid(axis="x", alpha=0.3)
+    axis.invert_yaxis()
+
+
+def late_curves(axis, rows: list[dict], key: str) -> None:
+    """The upper quarter, where the runs differ"""
+    curves(axis, rows, key)
+    top = max(float(row[key]) for row in rows if row.get(key))
+    axis.set_ylim(0.75 * top, 1.01 * top)
+
+
 def curves(axis, rows: list[dict], key: str) -> None:
     for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
         own = [row for row in rows if row["run"] == run and row.get(key)]
@@ -636,6 +661,7 @@ def seats(axis, rows: list[dict], _: str) -> None:
 
 def together(axis, rows: list[dict], _: str) -> None:
     """By how many games the learner and its partner have played with each other"""
+    rows = [row for row in rows if not row["population"]]  # the partners of the training
     for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
         for key, style in (("return", "-"), ("shuffled", ":")):
             own = [row for row in rows if row["run"] == run and row.get(key)]
@@ -664,10 +690,32 @@ def print_ladder(args: Args, number: str) -> None:
     print("|---|---|---|---|---|---|")
     for run in dict.fromkeys(row["run"] for row in rows):
         gain, posterior, gru = (paired(rows, run, "none"), paired(rows, "posterior", "none"), paired(rows, run, "GRU"))
-        share = f"{gain[0] / posterior[0]:.0%}" if posterior and posterior[1] > 0 else ""
+        share = f"{gain[0] / posterior[0]:.0%}" if posterior and posterior[0] > 0.05 else ""
         steps = np.median(steps_to(curves, run, 0.95 * best)) / 1e6
         cells = [plus_minus(found) if found else "" for found in (interval(by_run(rows, "return")[run]), gain)]
         print(f"| {run} | {' | '.join(cells)} | {share} | {plus_minus(gru) if gru else ''} | {steps:.2f} |")
+
+
+def print_together(args: Args, number: str) -> None:
+    """What is earned in the first games with a partner and later on; then with subgoals of other games, then with
+    partners that nobody met in training"""
+    rows = read(args, number, "_together")
+    if not rows:
+        return
+    columns = {f"game {k}": ("", "return", (k,)) for k in (1, 2, 3)}
+    columns["games 11-20"] = "", "return", range(11, 21)
+    columns["shuffled, 11-20"] = "", "shuffled", range(11, 21)
+    columns["new partners, 11-20"] = "nearest_stag", "return", range(11, 21)
+    print(f"\n| arm, frozen | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for run in dict.fromkeys(row["run"] for row in rows):
+        cells = []
+        for population, key, games in columns.values():
+            found = {}
+            for row in rows:
+                if (row["run"], row["population"]) == (run, population) and int(row["game"]) in games and row.get(key):
+                    found.setdefault(row["seed"], []).append(float(row[key]))
+            cells.append(plus_minus(interval([np.mean(values) for values in found.values()])) if found else "")
+        print(f"| {run} | {' | '.join(cells)} |")
 
 
 def plus_minus(found: tuple[float, float, float]) -> str:
@@ -742,9 +790,10 @@ def draw(args: Args, number: str) -> None:
         return
     sources = {"bars": "", "seats": "", "curves": "_curves", "recalls": "_curves", "adaptation": "_adaptation"}
     sources |= {"against": "_curves", "meeting": "_adaptation_curves", "cross-play": "_cross_play"}
-    sources["together"] = "_together"
+    sources |= {"together": "_together", "points": "", "late curves": "_curves"}
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
     draws |= {"against": against, "meeting": meeting, "cross-play": cross_play, "together": together}
+    draws |= {"points": points, "late curves": late_curves}
     panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
     met, references = read(args, number, "_adaptation"), [row for k in "78" for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
@@ -781,6 +830,7 @@ def draw(args: Args, number: str) -> None:
             print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
     if number in TASKS:
         print_ladder(args, number)
+        print_together(args, number)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(args, number, "_curves"), key).items():
             print(f"{run}: {key} at returns between {RETURNS}: " + ", ".join(f"{value:.2f}" for value in values))

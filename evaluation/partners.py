@@ -7,7 +7,7 @@ games: what is gained by knowing the partner must be lost again.
     python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
 
 RUN is the run folder of any seed, or a checkpoint; of ppo_gru.py, where each seed has its own, all of them. Beside the
-first checkpoint: `partners.csv`.
+first checkpoint: `partners.csv`, or `partners_<population>.csv`.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def of_gru(args: Args, paths: list[Path]) -> np.ndarray:
     saved = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     flags = saved[0]["args"] | {"config": game.StagHuntConfig(**saved[0]["args"]["config"])}
     flags |= {"device": args.device, "seed": args.seed, "num_seeds": len(paths)}
-    flags |= {"num_envs": args.places, "num_steps": 8}
+    flags |= {"num_envs": args.places, "num_steps": 8, "state_reset_prob": 0.0}
     flags |= {name: getattr(args, name) for name in ("seats", "population") if getattr(args, name)}
     own = ppo_gru.Args(**flags)
     env, seats, agent, _, rollout_state = ppo_gru.make_training(own)
@@ -124,13 +124,14 @@ def main(args: Args) -> dict[str, float]:
     rows = [["seed", "game", *arms]]
     for seed, number in np.ndindex(arms["return"].shape):
         rows.append([seed, number + 1, *(float(x[seed, number]) for x in arms.values())])
-    evaluate.write_csv(first.parent / "partners.csv", rows)
+    path = first.parent / "_".join(["partners", *(args.population or "").split(",")]).rstrip("_")
+    evaluate.write_csv(f"{path}.csv", rows)
     print(f"{first}, frozen; {args.places} meetings a seed, {len(arms['return'])} seed(s)")
     for number in sorted({1, 2, 3, 5, 10, args.num_games}):
         if number <= args.num_games:
             shown = (f"{name} {evaluate.mean_text(*evaluate.interval(x[:, number - 1]))}" for name, x in arms.items())
             print(f"game {number:>3} together: {', '.join(shown)}")
-    print(f"wrote {first.parent / 'partners.csv'}")
+    print(f"wrote {path}.csv")
     return {name: float(x.mean()) for name, x in arms.items()}
 
 

@@ -45,8 +45,8 @@ def played(args, iterations=2):
 
 def recompute(agent, batch, first=0, state=None):
     """-> log-probabilities of the actions, values, and the last state, from step `first` on"""
-    x, legal, new_game, action = (batch[name][:, first:] for name in ("x", "legal", "new_game", "action"))
-    log_probs, value, state = agent(x, legal, new_game, batch["state"] if state is None else state)
+    x, legal, reset, action = (batch[name][:, first:] for name in ("x", "legal", "reset", "action"))
+    log_probs, value, state = agent(x, legal, reset, batch["state"] if state is None else state)
     return log_probs.gather(3, action[..., None]).squeeze(3), value, state
 
 
@@ -110,22 +110,21 @@ def test_the_recurrence_is_that_of_torch():
 @pytest.mark.parametrize("keep_state", [False, True])
 def test_the_last_step_is_seen(keep_state, monkeypatch):
     """Also that of the last game, if the state is kept; in ego order"""
-    args, seen = tiny(keep_state=keep_state), []
+    args, seen = tiny(keep_state=keep_state, state_reset_prob=0.0), []
     env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
     step = env.step
     monkeypatch.setattr(env, "step", lambda actions: seen.append(actions.clone()) or step(actions))
     batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
     actions, starts = torch.stack(seen)[:-1].roll(-1, 2), batch["done"][0, :-1]  # the learner's seat is 1
     x = batch["x"][0]
-    cells, joint, clock, reward, new_game = x.split([ENTITIES, 21, 1, 1, 1], 2)
+    cells, joint, clock, reward = x.split([ENTITIES, 21, 1, 1], 2)
     shown = joint[1:].unflatten(2, (3, 7)).argmax(3)
     assert 10 < starts.sum() < starts.numel() / 2 and (actions[starts] != STAY).any()
     expected = actions if keep_state else actions.masked_fill(starts[..., None], STAY)
     assert torch.equal(shown, expected) and torch.equal(actions[..., 0], batch["action"][0, :-1])
     got = batch["reward"][0, :-1]
     assert torch.equal(reward[1:, :, 0], got if keep_state else got.masked_fill(starts, 0.0))
-    assert torch.equal(new_game[1:, :, 0] > 0, starts) and torch.equal(clock[1:, :, 0] == 0, starts)
-    assert (new_game[0] == 1).all() and (joint[0].unflatten(1, (3, 7)).argmax(2) == STAY).all()
+    assert torch.equal(clock[1:, :, 0] == 0, starts) and (joint[0].unflatten(1, (3, 7)).argmax(2) == STAY).all()
     assert torch.equal(cells[..., 0] < NOWHERE, batch["mask"][0]) and ((cells >= 0) & (cells <= NOWHERE)).all()
 
 
@@ -167,25 +166,32 @@ def test_who_has_left_watches_on():
     assert (seen[0] != seen[1]).any() and (seen[0] != seen[2]).any()
 
 
-@pytest.mark.parametrize("keep_state", [False, True])
-def test_the_state_is_reset_with_the_game_unless_kept(keep_state):
-    agent, _, batch, rest = played(tiny(keep_state=keep_state))
+@pytest.mark.parametrize(("keep_state", "prob"), [(False, 0.0), (True, 0.0), (True, 0.5)])
+def test_the_state_is_reset_with_the_game_unless_kept(keep_state, prob):
+    """And with the given probability where it is kept: with it goes what the last step showed"""
+    agent, _, batch, rest = played(tiny(keep_state=keep_state, state_reset_prob=prob))
     first = 5
-    starts = batch["new_game"][0, first]
-    assert 0 < starts.sum() < len(starts)
+    ended, starts = rest["done"][0, first - 1], batch["reset"][0, first]
+    assert 0 < ended.sum() < len(ended) and not (starts & ~ended).any()
+    if prob:
+        assert 0 < starts.sum() < ended.sum()
+    else:
+        assert torch.equal(starts, ended & (not keep_state))
     random = torch.randn_like(batch["state"])
     same = (recompute(agent, batch, first, random)[1] - rest["value"][:, first:-1])[0].abs().amax(0) < 1e-5  # [E]
-    same &= ~batch["new_game"][0, first + 1 :].any(0) | starts | keep_state  # or else it was reset later
-    assert torch.equal(same, starts & (not keep_state))
+    same &= ~batch["reset"][0, first + 1 :].any(0) | starts  # or else it was reset later
+    assert torch.equal(same, starts)
+    joint, reward = batch["x"][0, first, :, ENTITIES : ENTITIES + 21], batch["x"][0, first, :, -1]
+    assert (joint[starts].unflatten(1, (3, 7)).argmax(2) == STAY).all() and not reward[starts].any()
 
 
 def test_the_state_goes_on_into_the_next_rollout():
-    args = tiny()
+    args = tiny(state_reset_prob=0.5)
     env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
     first, second = (ppo_gru.rollout(args, env, seats, agent, rollout_state) for _ in range(2))
     torch.testing.assert_close(recompute(agent, first)[2], second["state"], atol=1e-5, rtol=0)
     assert not first["state"].any() and not second["state"].requires_grad
-    assert torch.equal(second["new_game"][:, 0], first["done"][:, -1])
+    assert not (second["reset"][:, 0] & ~first["done"][:, -1]).any()
 
 
 KEPT = {"": True, "--redraw game": False, "--redraw=0.5": True, "--redraw game --keep-state": True}

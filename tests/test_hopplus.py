@@ -652,6 +652,9 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
     monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
     state = make_state("ppo-omg", subgoals=subgoals, num_envs=16)
     w, _, _ = play(state, 14)
+    state.networks.moa.params["head.0.weight"].data[..., -state.args.goal_dim :] = (
+        0  # which subgoal it reads: no matter
+    )
     losses = model_losses(state, w, moa_data=data)["moa"].tolist()
     gone, ignored = 0, 0
     start = w.history[:, 0].float()
@@ -681,6 +684,27 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
                 first = t + 1
         assert losses[m] == pytest.approx(nll_sum / games, rel=1e-4)
     assert gone > 20 and ignored > 5
+
+
+def test_moa_reads_subgoals_of_the_same_game_now_or_earlier(monkeypatch):
+    """Never of a later step, another game or another co-player"""
+    read, inferred, kl = [], [], hop.goal_kl
+    state = make_state("ppo-omg", num_envs=64)
+    w, _, _ = play(state, 14)
+    moa = state.networks.moa
+    monkeypatch.setattr(hop, "goal_kl", lambda kind, q, p: (inferred.append(q), kl(kind, q, p))[1])
+    monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
+    state.networks = state.networks._replace(moa=lambda *x: (read.append(x[3]), moa(*x))[1])
+    model_losses(state, w, torch.tensor(0.0))
+    goals = hop.goal_mean("continuous", inferred[-1]).view(3, 14, 64, 2, -1)
+    equal = (read[-1].view(3, 14, 1, 64, 2, -1) - goals[:, None]).abs().amax(5) < 1e-6  # [M, t, u, G, K]
+    clock = torch.arange(14)
+    allowed = hop.same_game(w.done) & (clock <= clock[:, None])[..., None, None]
+    assert (equal & allowed).any(2).all()
+    ages = allowed.sum(2) - 1  # [M, T, G, 1]
+    for age in (1, 2, 3):
+        own = equal[:, clock, clock][(ages == age).expand(3, 14, 64, 2)].float().mean()
+        assert own == pytest.approx(0.5 + 0.5 / (age + 1), abs=0.06)
 
 
 def test_hindsight_is_what_moa_reads_in_a_share_of_its_training(monkeypatch):

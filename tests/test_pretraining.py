@@ -238,7 +238,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{missing}"}, ["no ", "checkpoint", "missing"]),
     ("both", {"resume": "{cut}"}, ["cut short", "bytes"]),
     ("both", {"resume": "{text}"}, ["checksum"]),
-    ("both", {"resume": "{other}"}, ["world-model-6", "subgoals-6"]),
+    ("both", {"resume": "{other}"}, ["world-model-6", "subgoals-7"]),
     ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
     ("both", {"population": "random,nearest_wolf"}, ["nearest_wolf"]),
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),

@@ -387,7 +387,7 @@ REFUSED_FILES = [
     ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
     ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
     ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
-    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-6'"),
+    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-7'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
     ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-6'"),
 ]
@@ -408,7 +408,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     weights = saved["states"][0]["networks"]
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
-    for name, form, networks in (("vae", "subgoals-6", vae), ("world", "world-model-6", {"world": pick["world"]})):
+    for name, form, networks in (("vae", "subgoals-7", vae), ("world", "world-model-6", {"world": pick["world"]})):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
         hop.save_checkpoint(tmp_path / f"{name}.pt", content)
     started, train_iteration = [], hop.train_iteration

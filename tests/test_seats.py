@@ -314,6 +314,19 @@ def test_memory_keeps_what_many_games_showed_and_stays_finite():
     torch.testing.assert_close(steps[-1].posterior.sum(2), torch.ones(16, 3))
 
 
+def test_now_and_then_a_game_ends_with_all_that_is_remembered():
+    """In all seats of the game at once, and never in the middle of it"""
+    env, seats = make([["learner", "mixed", "mixed"]], games=200, redraw="never", remember=True, reset_prob=0.3)
+    ends = resets = 0
+    for step in play(env, seats, 20):
+        prior = (step.next_posterior - 1 / 3).abs().amax(2) < 1e-6  # [B, N]
+        reset = prior[:, 1:].all(1) & (step.posterior[:, 1:] - 1 / 3).abs().flatten(1).amax(1).gt(0.05)
+        assert not (reset & ~step.done).any()
+        ends += int(step.done.sum())
+        resets += int((reset & step.done).sum())
+    assert ends > 500 and resets / ends == pytest.approx(0.3, abs=0.06)
+
+
 def test_only_those_on_the_board_and_no_learners_are_judged():
     env, seats = make([["random", "nearest_stag", "learner"]], games=8, remember=True)
     seats.action_probs(env.state, torch.full((1, 8, 7), 1 / 7))

@@ -51,6 +51,8 @@ class TrainArgs:
     """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
     keep_state: bool = True
     """keep the GRU's state from game to game (default: unless --redraw game)"""
+    state_reset_prob: Fraction = 0.005
+    """how often it is reset after a game all the same: else nobody learns to play with strangers"""
     total_timesteps: Count = 20_000_000
     """env steps per seed"""
     num_envs: Count = 4096
@@ -137,6 +139,7 @@ class BoardEncoder(nn.Module):
         row, column = np.divmod(np.arange(cells), config.width)
         spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
         rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
         lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
         lookup[:, cells] = lookup[:, 0]  # a learner that has left sees the board from its first cell
@@ -151,9 +154,8 @@ class BoardEncoder(nn.Module):
     def forward(self, entities, walls):
         """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
         row = self.lookup[self.kind, entities[..., :1], entities]
-        counts = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device)
-        counts = counts.scatter_add(3, row, torch.ones(row.shape, device=row.device))
-        x = counts @ self.table[:, None]  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+        found = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device).scatter(3, row, 1.0)
+        x = found @ self.table[:, None]  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
         return self.mix(x if self.walls is None else x + self.walls(walls))
 
 
@@ -164,8 +166,7 @@ class Agent(nn.Module):
         super().__init__()
         config, hidden, own = args.config, args.hidden, [torch.Generator().manual_seed(seed) for seed in seeds]
         walls = config.num_cells if config.max_wall_pieces else 0
-        self.sizes = [config.num_players + config.num_prey, walls, NUM_ACTIONS * config.num_players + 3]
-        self.keep_state = args.keep_state
+        self.sizes = [config.num_players + config.num_prey, walls, NUM_ACTIONS * config.num_players + 2]
         self.encoder = BoardEncoder(config, own, hidden)
         self.mix = nn.Sequential(Linear(own, hidden + self.sizes[2], hidden), nn.ReLU())
         self.gru_input = Linear(own, hidden, 3 * hidden, 1.0)
@@ -173,16 +174,14 @@ class Agent(nn.Module):
         self.actor = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, NUM_ACTIONS, 0.01))
         self.critic = nn.Sequential(Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, 1, 1.0))
 
-    def forward(self, x, legal, new_game, state):
-        """x [S, T, n, I], legal bool [S, T, n, A], new_game bool [S, T, n], the GRU's state [S, n, hidden] before the
+    def forward(self, x, legal, reset, state):
+        """x [S, T, n, I], legal bool [S, T, n, A], reset bool [S, T, n], the GRU's state [S, n, hidden] before the
         first step -> log-probabilities [S, T, n, A], values [S, T, n], the state after the last step"""
         entities, walls, rest = x.split(self.sizes, 3)
         features = self.mix(torch.cat([self.encoder(entities.long(), walls), rest], 3))
         states = []
-        for gate, starts in zip(self.gru_input(features).unbind(1), new_game.unbind(1), strict=True):
-            if not self.keep_state:
-                state = state.masked_fill(starts[..., None], 0.0)
-            state = self.gru_step(gate, state)
+        for gate, starts in zip(self.gru_input(features).unbind(1), reset.unbind(1), strict=True):
+            state = self.gru_step(gate, state.masked_fill(starts[..., None], 0.0))
             states.append(state)
         features = torch.cat([features, torch.stack(states, 1)], 3)
         log_probs = self.actor(features).masked_fill(~legal, -1e9).log_softmax(3)
@@ -207,7 +206,7 @@ class RolloutState(NamedTuple):
     state: torch.Tensor  # [S, E, hidden] the GRU's
     last_joint: torch.Tensor  # int64 [S, E, N] what everybody did in the step before
     last_reward: torch.Tensor  # [S, E] what the learner got for it
-    new_game: torch.Tensor  # bool [S, E] and whether the game ended with it
+    reset: torch.Tensor  # bool [S, E] and whether all of this is forgotten
 
 
 def agent_inputs(env: StagHuntEnv, seats: game.Seats, rollout_state: RolloutState):
@@ -219,7 +218,7 @@ def agent_inputs(env: StagHuntEnv, seats: game.Seats, rollout_state: RolloutStat
     walls = seats.per_learner(state.walls)[..., : nowhere if env.config.max_wall_pieces else 0]
     joint = F.one_hot(rollout_state.last_joint, NUM_ACTIONS).flatten(2)
     clock = seats.per_learner(env.clock(state))
-    scalars = torch.stack([clock, rollout_state.last_reward, rollout_state.new_game.float()], 2)
+    scalars = torch.stack([clock, rollout_state.last_reward], 2)
     return torch.cat([x.float() for x in (players, prey, walls, joint, scalars)], 2)
 
 
@@ -229,11 +228,12 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
     the GRU's before the first step. A step counts (`mask`) while the learner is on the board; its game has `ended` when
     it leaves. The GRU watches on until the others are done too."""
     steps, values, first_state = [], [], rollout_state.state.clone()
+    reset_prob = args.state_reset_prob if args.keep_state else 1.0
     for step in range(args.num_steps + 1):
         x = agent_inputs(env, seats, rollout_state)
         legal = seats.to_learners(env.legal_actions(env.state))
-        new_game = rollout_state.new_game.clone()
-        log_probs, value, state = agent(x[:, None], legal[:, None], new_game[:, None], rollout_state.state)
+        reset = rollout_state.reset.clone()
+        log_probs, value, state = agent(x[:, None], legal[:, None], reset[:, None], rollout_state.state)
         values.append(value[:, 0])
         if step == args.num_steps:
             break
@@ -248,11 +248,11 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
         ended = done | ~seats.to_learners(env.state.present)
         if args.config.prosocial:  # who has left is still paid
             mask, ended = torch.ones_like(mask), done
-        forget = done & (not args.keep_state)
+        forget = done & (torch.rand(done.shape, device=done.device) < reset_prob)
         last_joint, last_reward = joint.masked_fill(forget[..., None], STAY), reward.masked_fill(forget, 0.0)
-        for kept, new in zip(rollout_state, (state, last_joint, last_reward, done), strict=True):
+        for kept, new in zip(rollout_state, (state, last_joint, last_reward, forget), strict=True):
             kept.copy_(new)
-        fields = {"x": x, "legal": legal, "new_game": new_game, "action": joint[..., 0], "log_prob": log_prob}
+        fields = {"x": x, "legal": legal, "reset": reset, "action": joint[..., 0], "log_prob": log_prob}
         fields |= {"reward": reward, "mask": mask, "ended": ended, "done": done}
         steps.append(fields | {"final_return": seats.to_learners(env.final_return)})
     batch = {name: torch.stack([fields[name] for fields in steps], 1) for name in steps[0]}
@@ -281,7 +281,7 @@ def masked_mean(x, mask):
 
 def ppo_loss(args: Args, agent: Agent, mb: dict[str, torch.Tensor]):
     """A minibatch of whole sequences [S, T, n, ...] -> each seed's loss [S], metrics [S]"""
-    log_probs, value, _ = agent(mb["x"], mb["legal"], mb["new_game"], mb["state"])
+    log_probs, value, _ = agent(mb["x"], mb["legal"], mb["reset"], mb["state"])
     log_ratio = log_probs.gather(3, mb["action"][..., None]).squeeze(3) - mb["log_prob"]
     ratio, mask = log_ratio.exp(), mb["mask"]
     advantage = mb["advantage"] - masked_mean(mb["advantage"], mask).view(-1, 1, 1)
@@ -353,8 +353,8 @@ def make_training(args: Args):
     rows = args.num_seeds, args.num_envs
     state, last_reward = torch.zeros(*rows, args.hidden, device=device), torch.zeros(rows, device=device)
     last_joint = torch.full((*rows, args.config.num_players), STAY, device=device)
-    new_game = torch.ones(rows, dtype=torch.bool, device=device)
-    return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, new_game)
+    reset = torch.ones(rows, dtype=torch.bool, device=device)
+    return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, reset)
 
 
 def make_run_folders(args: Args) -> list[Path]:
