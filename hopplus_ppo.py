@@ -904,18 +904,23 @@ class Replay:
             kept.index_copy_(0, slot, new[None])
         self.pushed.add_(1)
 
-    def sample(self, count: int, window: bool, members: int = 1) -> Transitions:
-        """Windows of whole rollouts [M, T, count, ...], or single steps [M*members, count, ...]"""
+    def sample(self, count: int, window: int, members: int = 1) -> Transitions:
+        """Windows of so many whole rollouts [M, window * T, count, ...]; 0: single steps [M*members, count, ...]. Where
+        nothing follows the first rollout yet, its last step is marked as the end of a game."""
         rollouts, stored, steps, games = self.data.done.shape
         m = self.num_learners * members
         learner = (torch.arange(m, device=self.pushed.device) * stored // m)[:, None]
         slot, step, column = torch.rand(3, m, count, device=self.pushed.device)
         slot = (slot * self.pushed.clamp(max=rollouts)).long()
         step, column = (step * steps).long(), (column * games).long()
+        newest = slot == (self.pushed - 1) % rollouts
         if window:
-            step = torch.arange(steps, device=step.device)[:, None]
-            slot, learner, column = slot[:, None], learner[:, None], column[:, None]
-        return Transitions(*(x[slot, learner, step % x.shape[2], column] for x in self.data))
+            step = torch.arange(window * steps, device=step.device)[:, None]
+            slot, learner, column = (slot[:, None] + step // steps) % rollouts, learner[:, None], column[:, None]
+        found = Transitions(*(x[slot, learner, step % x.shape[2], column] for x in self.data))
+        if window:
+            found.done[:, steps - 1] |= newest
+        return found
 
     def state_dict(self) -> dict:
         """Boards as bits"""
@@ -940,7 +945,7 @@ class Replay:
         game.copy_nested_(self.data._asdict(), saved, "replay")
 
 
-def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: bool, members=1):
+def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int, members=1):
     """As Replay.sample, a share of it from the offline games"""
     old = round(count * offline_ratio) if offline is not None else 0
     shares = [(replay, count - old), (offline, old)]
@@ -989,19 +994,25 @@ def encode_history(args: Args, env, networks: Networks, windows: Transitions, hi
     return entities, walls, legal, features, torch.stack(histories, 1), history
 
 
-def hindsight_goals(args: Args, env, networks, selection: str, windows: Transitions, goals, prior, present):
+def hindsight_goals(args: Args, env, networks, selection: str, windows: Transitions, goals, prior, present, done):
     """The subgoal that each co-player turned out to pursue, f_psi(s^g). windows [M, T, G, ...]; goals [M, T, G, K, D]
-    as inferred; prior [M, T, G, K, _], f_psi of each state; present bool [M, T, G, K] -> parameters like prior"""
-    m, steps, games, k = present.shape
-    clock = torch.arange(steps, device=present.device)
-    now = clock.view(1, -1, 1, 1)
-    same = same_game(windows.done) & present[:, None]  # [M, t, u, G, K]
+    as inferred. Of these and the following steps, U in all: prior [M, U, G, K, _], f_psi of each state; present bool
+    [M, U, G, K]; done bool [M, U, G] -> parameters like prior, of T steps"""
+    (m, steps, games, k), ends = goals.shape[:4], present.shape[1]
+    clock = torch.arange(ends, device=present.device)
+    now = clock[:steps, None]
+    same = same_game(done)[:, :steps] & present[:, None]  # [M, T, U, G, K]
+
+    def prior_of(step, otherwise):  # int64 [M, T, G, K], or otherwise the present one
+        step = torch.where(otherwise, now[..., None], step)[..., None]
+        return prior.gather(1, step.expand(*step.shape[:4], prior.shape[4]))
+
     if selection == "final":
-        last = torch.where(same & (clock >= clock[:, None])[..., None, None], now, -1).amax(2)
-        return prior.gather(1, torch.where(last < 0, now, last)[..., None].expand_as(prior))
-    later = clock[:, None] + torch.arange(1, args.subgoal_horizon + 1, device=present.device)  # [T, h]
-    valid = same[:, clock[:, None], later.clamp(max=steps - 1)] & (later < steps)[..., None, None]  # [M, T, h, G, K]
-    candidate = goal_mean(args.goal_kind, prior)[:, later.clamp(max=steps - 1)]  # [M, T, h, G, K, D]
+        last = torch.where(same & (clock >= now)[..., None, None], clock[:, None, None], -1).amax(2)
+        return prior_of(last, last < 0)
+    later = now + torch.arange(1, args.subgoal_horizon + 1, device=present.device)  # [T, h]
+    valid = same[:, now, later.clamp(max=ends - 1)] & (later < ends)[..., None, None]  # [M, T, h, G, K]
+    candidate = goal_mean(args.goal_kind, prior)[:, later.clamp(max=ends - 1)]  # [M, T, h, G, K, D]
     # V(s_t, g): the critic's value if co-player j pursued the candidate and the others what is inferred of them
     own = torch.eye(k, dtype=torch.bool, device=present.device)[..., None]  # [j, K, 1]
     tried = torch.where(own, candidate[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
@@ -1013,25 +1024,33 @@ def hindsight_goals(args: Args, env, networks, selection: str, windows: Transiti
     value = networks.policy(torch.cat([x, tried.flatten(5)], 5).flatten(1, 4), method="value").view(valid.shape)
     worst_first = value if selection == "conservative" else -value
     best = torch.where(valid, worst_first, math.inf).argmin(2)
-    index = torch.where(valid.any(2), (now + 1 + best).clamp(max=steps - 1), now)
-    return prior.gather(1, index[..., None].expand_as(prior))
+    return prior_of((now[..., None] + 1 + best).clamp(max=ends - 1), ~valid.any(2))
 
 
-def opponent_model_losses(args: Args, env, networks: Networks, windows: Transitions, eps, pretraining: bool = False):
+def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pretraining: bool = False, later=None):
     """windows of T steps of G games [M, T, G, ...] -> dict of losses [M], means over the co-players' steps that count;
-    `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi || f_psi(s^g)); in pretraining also f_psi's"""
+    `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi || f_psi(s^g)); in pretraining also f_psi's.
+    later: the steps that followed, where a game may go on and a co-player may reach its subgoal"""
+    later = later or Transitions(*(x[:, :0] for x in windows))
     start = windows.history[:, 0].float()
     entities, walls, legal, features, history, _ = encode_history(args, env, networks, windows, start)
     shape, history = history.shape[:-1], history.flatten(1, 3)  # [M, T, G, K]; flattened: n = T*G*K rows
     kind, config, device = args.goal_kind, env.config, env.device
-    present = (entities[..., 0] < config.num_cells).view(shape)
     posterior = networks.inference(features, history)
+    follows = entity_views(args, env, later.board.flatten(1, 2), later.prey_position.flatten(1, 2))
+    all_entities, all_walls = (
+        torch.cat([x, y[:, :, 1:].flatten(1, 2)], 1) for x, y in zip((entities, walls), follows[:2], strict=True)
+    )
+    all_present = (all_entities[..., 0] < config.num_cells).view(shape[0], -1, *shape[2:])
+    all_done, all_exited = (torch.cat([getattr(x, name) for x in (windows, later)], 1) for name in ("done", "exited"))
     with torch.set_grad_enabled(pretraining and torch.is_grad_enabled()):
-        prior = networks.prior(entities, walls)
+        prior = networks.prior(all_entities, all_walls)
     selection = args.subgoal_selection if args.subgoals == "inferred" and not pretraining else "final"
     with torch.no_grad():
-        goals, priors = goal_mean(kind, posterior).view(*shape, -1), prior.view(*shape, -1)
-        hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present).flatten(1, 3)
+        goals, priors = goal_mean(kind, posterior).view(*shape, -1), prior.view(*all_present.shape, -1)
+        found = hindsight_goals(args, env, networks, selection, windows, goals, priors, all_present, all_done)
+        hindsight = found.flatten(1, 3)
+    prior, present = prior[:, : posterior.shape[1]], all_present[:, : shape[1]]
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
     # A subgoal outlasts a step: every second time MOA reads one that was inferred earlier in the game.
     same = same_game(windows.done)
@@ -1048,7 +1067,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows: Transiti
         moa_goal = goal_mean(kind, posterior)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     if args.moa_data == "rewarded":
-        present = present & (same & windows.exited[:, None, ..., 1:]).any(2)
+        present = present & (same_game(all_done)[:, : shape[1]] & all_exited[:, None, ..., 1:]).any(2)
     weight = (present / (same & present[:, None]).sum(2).clamp(min=1)).flatten(1)
     clock = (windows.time / config.final_time).flatten(1).repeat_interleave(shape[3], 1)
     action = windows.joint[..., 1:].flatten(1).long()[..., None]
@@ -1106,8 +1125,9 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
     """-> mean losses [M]"""
     found = []
     for _ in range(updates):
-        windows = sample_replays(replay, offline, args.offline_ratio, args.subgoal_batch_size, window=True)
-        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining)
+        pairs = sample_replays(replay, offline, args.offline_ratio, args.subgoal_batch_size, window=2)
+        windows, later = (Transitions(*parts) for parts in zip(*(x.chunk(2, 1) for x in pairs), strict=True))
+        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, later)
         found.append(losses | {"grad_norm": optimizer_step(optimizer, losses["loss"], 1.0)})
     return mean_over_updates(found)
 
@@ -1893,7 +1913,7 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
         real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
         steps = args.num_steps * transitions.done.shape[2] * (1 - real_ratio) / real_ratio
         games = math.ceil(steps / args.imagination_horizon / args.num_steps)
-        start = replayed_states(args, env, networks, state.replay.sample(games, window=True))
+        start = replayed_states(args, env, networks, state.replay.sample(games, window=1))
         start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
         mask = learner_mask(env.config, start.board)
         imagined = make_ppo_batch(args, imagine(args, env, networks, start, mask, state.horizon), real=False)

@@ -4,8 +4,11 @@
     python evaluation/subgoals.py runs/RUN --seats learner,mixed,mixed,mixed
 
 A linear probe of g_j, fitted to every other place of games, says which prey co-player j will take in this game (stag,
-hare, nothing); beside it stands what always naming the most frequent prey would score. Beside the checkpoint:
-`subgoals_<seats>.csv`, accuracy by step of the game, and `.png`. What follows `--` are flags of the script.
+hare, nothing); beside it stands what always naming the most frequent prey would score. The hit ratio, after OMG: how
+often j later stands on the cell on which f_psi's decoder puts it, given g_j. With one learner among rule-based players
+both have a ceiling, what the exact posterior knows: games are played on many times with co-players drawn from it, and
+the prey and the cell that come most often are named. Beside the checkpoint: `subgoals_<seats>.csv`, accuracy by step of
+the game, and `.png`. What follows `--` are flags of the script.
 """
 
 import dataclasses
@@ -34,6 +37,8 @@ class SubgoalFlags:
     """who sits where (None: as in training)"""
     games: game.Count = 256
     """places at which games are played, per seed of the run"""
+    copies: game.Count = 32
+    """how often each is played on for the ceilings"""
 
 
 @dataclasses.dataclass
@@ -65,12 +70,61 @@ def collect(run, state) -> tuple[torch.Tensor, ...]:
     return tuple(x[counts].cpu() for x in (goals, taken, clock, place))
 
 
-def probe_accuracy(goals, taken, place) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> is the probe right, for the samples of odd places; and which these are [n]"""
-    fit = place % 2 == 0
-    x = torch.cat([goals - goals[fit].mean(0), torch.ones(len(goals), 1)], 1).double()
-    weights = torch.linalg.pinv(x[fit]) @ F.one_hot(taken[fit], len(PREY)).double()
-    return ((x @ weights).argmax(1) == taken)[~fit], ~fit
+def fit_probe(goals, taken):
+    """-> a function: subgoals [n, D] -> which prey [n]"""
+    mean = goals.mean(0)
+
+    def inputs(goals):
+        return torch.cat([goals - mean, torch.ones(len(goals), 1)], 1).double()
+
+    weights = torch.linalg.pinv(inputs(goals)) @ F.one_hot(taken, len(PREY)).double()
+    return lambda goals: (inputs(goals) @ weights).argmax(1)
+
+
+def rest_of_game(run, state) -> tuple[torch.Tensor, ...]:
+    """Plays the games on -> present [M, E, K] and subgoals [M, E, K, D] now, prey taken [M, E, K], and the cells on
+    which each co-player stands later, bool [M, E, K, H*W]"""
+    transitions, outputs, _ = play(run, state, state.env.config.final_time)
+    exited = transitions.exited[..., 1:]
+    cells = transitions.board[:, :, :, 1 : exited.shape[3] + 1].flatten(4) > 0  # [M, T, E, K, H*W]
+    same = (transitions.done.int().cumsum(1) == transitions.done.int())[..., None]  # the game that is on now
+    taken = torch.where(exited & same, transitions.joint[..., 1:].long() - game.STAY, 0).amax(1)
+    later = (cells & same[..., None])[:, 1:].any(1)
+    goals = outputs["goals"][:, 0].float().unflatten(2, (exited.shape[3], -1))
+    return cells[:, 0].any(3), goals, taken, later
+
+
+def with_drawn_players(state, many, table: list[str], copies: int) -> None:
+    """Puts every game of `state` into `many`, `copies` times, with players drawn from the exact posterior in the mixed
+    seats of `table`"""
+    for kept, x in zip(many.env.state, state.env.state, strict=True):
+        kept.copy_(x.repeat_interleave(copies, 0))
+    for name, x in state.rollout_state.items():
+        many.rollout_state[name].copy_(x.repeat_interleave(copies, 1))
+    many.seats.log_posterior.copy_(state.seats.log_posterior.repeat_interleave(copies, 0))
+    mixed = torch.tensor([name == "mixed" for name in table], device=many.env.device)
+    kinds = state.seats.kinds.repeat_interleave(copies, 0)
+    many.seats.kinds.copy_(torch.where(mixed, game.sample(many.seats.posterior()), kinds))
+
+
+def ceilings(args: Args, state, table: list[str], make, probe) -> dict[str, float]:
+    """Probe and hit ratio, and what they could be"""
+    run, many = args.run, make(args.games * args.copies)
+    right = {"probe": [], "probe, ceiling": [], "hit ratio": [], "hit ratio, ceiling": []}
+    for _ in range(4):
+        with_drawn_players(state, many, table, args.copies)
+        _, _, drawn, drawn_later = rest_of_game(run, many)
+        present, goals, taken, later = rest_of_game(run, state)
+        likely = F.one_hot(drawn, len(PREY)).unflatten(1, (-1, args.copies)).sum(2).argmax(3)  # [M, E, K]
+        spot = drawn_later.unflatten(1, (-1, args.copies)).sum(2).argmax(3, keepdim=True)
+        right["probe"].append(probe(goals[present].cpu()) == taken[present].cpu())
+        right["probe, ceiling"].append((likely == taken)[present].cpu())
+        right["hit ratio, ceiling"].append(later.gather(3, spot)[..., 0][present].cpu())
+        if run.args.subgoals == "inferred":
+            planes = state.networks.prior(goals.flatten(1, 2), method="reconstruct")  # as the co-player sees the board
+            shown = planes[..., : later.shape[3]].argmax(2).view(*present.shape, 1)
+            right["hit ratio"].append(later.gather(3, shown)[..., 0][present].cpu())
+    return {name: float(torch.cat(x).double().mean()) for name, x in right.items() if x}
 
 
 def main(args: Args) -> dict[str, float]:
@@ -82,17 +136,27 @@ def main(args: Args) -> dict[str, float]:
     sitting = [seat for seat, name in enumerate(table) if name == "learner"]
     index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
     seeds = list(range(args.seed, args.seed + num_seeds))
-    changes = {"seats": ",".join(table), "imagination": False, "num_envs": args.games}
-    state = make_state(run, [table] * num_seeds, seeds, index, **changes)
+
+    def make(games: int):
+        changes = {"seats": ",".join(table), "imagination": False, "num_envs": games}
+        return make_state(run, [table] * num_seeds, seeds, index, **changes)
+
+    state = make(args.games)
     goals, taken, clock, place = collect(run, state)
-    right, held_out = probe_accuracy(goals, taken, place)
-    right, clock, shown = right.numpy(), clock[held_out].numpy(), taken[held_out]
+    held_out = place % 2 == 1
+    probe = fit_probe(goals[~held_out], taken[~held_out])
+    right = (probe(goals) == taken)[held_out].numpy()
+    clock, shown = clock[held_out].numpy(), taken[held_out]
     shares = F.one_hot(shown, len(PREY)).double().mean(0)
     majority = float(shares.max())
     steps, counts = np.unique(clock, return_counts=True)
     accuracy = [float(right[clock == step].mean()) for step in steps]
     print(f"{config.setting}, {run.path}: {len(right)} samples")
     print(f"probe {right.mean():.3f}, always the most frequent prey {majority:.3f}")
+    best = {}
+    if sitting == [table.index("learner")]:
+        best = ceilings(args, state, table, make, probe)
+        print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in best.items()))
     title = run.path.parent / f"subgoals_{'-'.join(table)}"
     write_csv(
         f"{title}.csv", [["step", "accuracy", "samples"], *zip(steps.tolist(), accuracy, counts.tolist(), strict=True)]
@@ -115,7 +179,7 @@ def main(args: Args) -> dict[str, float]:
     figure.savefig(f"{title}.png", dpi=100)
     plt.close(figure)
     print(f"wrote {title}.csv and .png")
-    return {"probe_accuracy": float(right.mean()), "majority": majority}
+    return {"probe_accuracy": float(right.mean()), "majority": majority, **best}
 
 
 if __name__ == "__main__":

@@ -688,10 +688,10 @@ def test_the_probe_of_subgoals(run, tmp_path):
     """Subgoals that name the prey are read off, and those that do not are not; the labels are the prey of that game."""
     generator = torch.Generator().manual_seed(1)
     taken = torch.randint(3, (600,), generator=generator)
-    place, noise = torch.arange(600), torch.randn(600, 4, generator=generator)
-    right, held_out = subgoals.probe_accuracy(torch.cat([noise, F.one_hot(taken, 3).float()], 1), taken, place)
-    assert right.all() and held_out.tolist() == [k % 2 == 1 for k in range(600)]
-    assert subgoals.probe_accuracy(noise, taken, place)[0].float().mean() < 0.45
+    noise = torch.randn(600, 4, generator=generator)
+    for goals, least, most in ((torch.cat([noise, F.one_hot(taken, 3)], 1), 1.0, 1.0), (noise, 0.2, 0.45)):
+        probe = subgoals.fit_probe(goals[::2], taken[::2])
+        assert least <= (probe(goals[1::2]) == taken[1::2]).float().mean() <= most
 
     args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
     state = evaluate.make_state(args.run, [["learner"] * 3], [1], [0, 1, 2], num_envs=8, imagination=False)
@@ -721,3 +721,41 @@ def test_the_probe_of_subgoals(run, tmp_path):
     assert (folder / "subgoals_learner-learner-learner.png").stat().st_size > 5000
     rows = list(csv.reader((folder / "subgoals_learner-learner-learner.csv").open()))
     assert rows[0] == ["step", "accuracy", "samples"] and len(rows) > 2
+
+
+def test_what_follows_and_what_could_be_known(run, monkeypatch):
+    """The rest of a game by plain loops; co-players drawn from the posterior; the ceilings beside the scores"""
+    args = subgoals.parse_args(
+        [str(run[0]), "--games", "16", "--seats", "learner,mixed,nearest_hare", "--device", "cpu"]
+    )
+    table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": args.seats}
+    state, many = (evaluate.make_state(args.run, [table], [1], [0], num_envs=n, **changes) for n in (16, 16 * 500))
+    evaluate.play(args.run, state, 9)
+    wanted = torch.tensor([0.7, 0.25, 0.05])
+    state.seats.log_posterior.copy_(wanted.log().expand_as(state.seats.log_posterior))
+    subgoals.with_drawn_players(state, many, table, 500)
+    assert torch.equal(many.env.state.position, state.env.state.position.repeat_interleave(500, 0))
+    assert torch.equal(many.rollout_state["history"], state.rollout_state["history"].repeat_interleave(500, 1))
+    assert torch.equal(many.seats.kinds[:, ::2], state.seats.kinds[:1, ::2].expand(8000, 2))
+    shares = F.one_hot(many.seats.kinds[:, 1], 3).float().mean(0)
+    torch.testing.assert_close(shares, wanted, atol=0.02, rtol=0)
+
+    kept, play = [], evaluate.play
+    monkeypatch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
+    present, goals, taken, later = subgoals.rest_of_game(args.run, state)
+    transitions, outputs, _ = kept[0]
+    assert torch.equal(goals.flatten(2), outputs["goals"][:, 0])
+    for e, k in itertools.product(range(16), range(2)):
+        end = next(u for u in range(transitions.done.shape[1]) if transitions.done[0, u, e])
+        boards = transitions.board[0, : end + 1, e, k + 1].flatten(1)
+        assert present[0, e, k] == boards[0].any() and torch.equal(
+            later[0, e, k], boards[1:].amax(0) > 0 if end else boards[0] > 1
+        )
+        caught = [
+            int(transitions.joint[0, u, e, k + 1]) - 4 for u in range(end + 1) if transitions.exited[0, u, e, k + 1]
+        ]
+        assert int(taken[0, e, k]) == sum(caught)
+
+    scores = subgoals.main(args)
+    for name in ("probe", "hit ratio"):
+        assert 0 <= scores[name] <= scores[f"{name}, ceiling"] + 0.1 <= 1.1

@@ -616,7 +616,9 @@ def test_hindsight_subgoals_by_brute_force(selection):
     windows = hop.Transitions(**fields)
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
     with torch.no_grad():
-        ours = hop.hindsight_goals(args, env, hop.Networks(policy), selection, windows, goals, prior, present)
+        ours = hop.hindsight_goals(
+            args, env, hop.Networks(policy), selection, windows, goals, prior, present, windows.done
+        )
     chosen_ahead = 0
     for i, t, g, j in np.ndindex(m, steps, games, k):
         same = [u for u in range(steps) if number[i, u, g] == number[i, t, g] and present[i, u, g, j]]
