@@ -48,7 +48,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-9"  # of a checkpoint
+FORMAT = "hopplus-10"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -161,14 +161,10 @@ class OpponentArgs:
 
 @dataclasses.dataclass
 class WorldModelArgs:
-    wm_head: Literal["structured", "pixel"] = "structured"
-    """a distribution over possible boards, or every cell by mean squared error"""
     wm_hidden: Count = 128
-    """width of the hidden layers (the pixel head's are twice as wide)"""
+    """width of the hidden layers"""
     wm_ensemble: Count = 1
     """world models per learner; an imagined rollout is cut where they disagree"""
-    wm_channel_weights: tuple[float, ...] | None = None
-    """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: Positive = 1e-3
     """Adam's step size (in pretraining 2e-3, falling)"""
     wm_updates: Whole = 4
@@ -282,7 +278,7 @@ def parse_args(words: list[str]) -> Args:
 
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
-    config, weights, planes = args.config, args.wm_channel_weights, args.config.observation_shape[0]
+    config = args.config
     searches, hop = args.planner != "none", args.subgoals == "bayes"
     models = args.imagination or searches or args.subgoals not in ("none", *GIVEN)
     world = args.imagination or (searches and args.search_model == "world-model")
@@ -296,9 +292,6 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
     refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred, --imagination or search")
     refuse(args.world_model_checkpoint and not world, "--world-model-checkpoint needs --imagination or search with it")
-    refuse(weights and args.wm_head != "pixel", "--wm-channel-weights belongs to --wm-head pixel")
-    refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
-    refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
     refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
     refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
@@ -308,13 +301,16 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(hop and args.imagination, "--subgoals bayes does not imagine")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if world:
-        beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
+        beyond = args.imagination_horizon > args.num_steps
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
         goals_read = args.imagined_goals == "current" or args.subgoals in ("inferred", *GIVEN)
         refuse(not goals_read, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
         refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
-        refuse(config.prosocial and structured, "--prosocial rewards depend on the whole board: --wm-head pixel")
+        refuse(
+            config.prosocial,
+            "--prosocial rewards depend on more than the world model sees: --no-imagination, --search-model env",
+        )
     return config
 
 
@@ -526,7 +522,7 @@ def goal_kl(kind: str, q, p):
 
 
 class WorldModel(nn.Module):
-    """Structured head. The rules are local, and so is the network: everyone's action is painted on its cell, and the
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
     3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
     cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
     will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
@@ -621,34 +617,6 @@ class WorldModel(nn.Module):
         return torch.cat([players[..., :-1], planes[:, self.num_players, None], prey], 1).view(board.shape)
 
 
-class PixelWorldModel(nn.Module):
-    """An MLP that predicts every cell of every plane and the reward by mean squared error"""
-
-    def __init__(self, config: StagHuntConfig, args: Args):
-        super().__init__()
-        planes, hidden = math.prod(config.observation_shape), 2 * args.wm_hidden
-        weights = torch.tensor(args.wm_channel_weights or [1.0] * config.observation_shape[0]).view(-1, 1, 1)
-        self.register_buffer("channel_weights", weights, persistent=False)
-        self.layers = mlp(planes + NUM_ACTIONS * config.num_players, hidden, hidden, hidden, planes + 1)
-
-    def forward(self, board, joint):
-        acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(1)
-        x = self.layers(torch.cat([board.flatten(1), acts], 1).to(self.layers[0].weight.dtype))
-        return x[:, :-1].view(board.shape), x[:, -1]
-
-    def loss(self, board, joint, next_board, reward):
-        planes, paid = self(board, joint)
-        squared = (planes - next_board).square() * self.channel_weights
-        return squared.mean((2, 3)).sum(1) + (paid - reward).square()
-
-    def predict(self, board, joint):
-        planes, paid = self(board, joint)
-        return (planes > 0.5).to(torch.uint8), paid
-
-    def expected_planes(self, board, joint):
-        return self(board, joint)[0]
-
-
 class ActorCritic(nn.Module):
     """pi(a | own view of the board, clock, last joint action, subgoals of the co-players) and V of the same"""
 
@@ -708,7 +676,7 @@ def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) 
     if args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN):
         kinds |= {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel, "moa_prior": ActionModel}
     if args.imagination or (args.planner != "none" and args.search_model == "world-model"):
-        kinds["world"] = WorldModel if args.wm_head == "structured" else PixelWorldModel
+        kinds["world"] = WorldModel
     networks = {"policy": Stacked(lambda: ActorCritic(config, args), seeds, device, dtype, dtype)}
     for number, (name, kind) in enumerate(kinds.items(), start=1):
         members = args.wm_ensemble if name == "world" else 1
@@ -2214,14 +2182,10 @@ def tile_weights(weights: dict[str, torch.Tensor], members: int, index) -> dict[
 
 def load_pretrained(path: str, expected: str, names: tuple, args: Args, networks: Networks) -> None:
     """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
-    saved, here = (
-        load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining"),
-        vars(args) | vars(args.config),
-    )
-    pairs = [(name, there, here[name]) for name, there in saved["must_match"].items()]
-    differs = [f"{name} {there} (asked for: {here})" for name, there, here in pairs if there != here]
-    if differs:
-        raise ValueError(f"{path} does not fit: {', '.join(differs)}")
+    saved = load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining")
+    here = vars(args) | vars(args.config) | {"world_model": WorldModel.__name__}
+    for name, there in saved["must_match"].items():
+        game.refuse(there != here[name], f"{path} does not fit: {name} {there} (asked for: {here[name]})")
     for name in names:
         weights, members = saved["networks"].get(name, {}), args.wm_ensemble if name == "world" else 1
         there = min((len(x) for x in weights.values()), default=1) // members
@@ -2241,7 +2205,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
         load_pretrained(args.vae_checkpoint, "subgoals-6", ("prior", "inference", "moa", "moa_prior"), args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
-        load_pretrained(args.world_model_checkpoint, "world-model-6", ("world",), args, networks)
+        load_pretrained(args.world_model_checkpoint, "world-model-7", ("world",), args, networks)
         rates.pop("world")
 
     def play():

@@ -46,7 +46,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "world-model-6"  # of a checkpoint
+FORMAT = "world-model-7"  # of a checkpoint
 KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
@@ -234,7 +234,7 @@ class Stacked:
 
 
 class WorldModel(nn.Module):
-    """Structured head. The rules are local, and so is the network: everyone's action is painted on its cell, and the
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
     3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
     cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
     will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
@@ -893,7 +893,8 @@ def main(args: Args) -> dict[str, float]:
         content |= {"seconds": time.time() - started, "folders": [folder.name for folder in folders]}
         names = ["num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial"]
         names += ["height", "width"] if args.wm_head == "pixel" else []
-        must_match = {name: getattr(args, name) for name in ("wm_head", "wm_hidden", "wm_ensemble")}
+        must_match = {"world_model": type(world.network).__name__}
+        must_match |= {"wm_hidden": args.wm_hidden, "wm_ensemble": args.wm_ensemble}
         content["must_match"] = must_match | {name: getattr(config, name) for name in names}  # where it is loaded
         save_checkpoint(folders[0] / name, content)
 

@@ -20,6 +20,7 @@ from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read
 from torch import nn
 
 import hopplus_ppo as hop
+import pretrain_world_model as wm
 from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def network_cases():
     entities, walls, legal = (x[:, :, 0] for x in views(state, steps))
     inputs = hop.policy_inputs(args, entities, walls, clock[:, :4], steps.last_joint, belief.goals)
     features = state.networks.policy(inputs, method="features").detach()
-    pixel = functools.partial(hop.PixelWorldModel, config, args)
+    pixel = functools.partial(wm.PixelWorldModel, config, wm.make_args(wm_hidden=16))
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
     prior = functools.partial(hop.SubgoalPrior, config, args)
