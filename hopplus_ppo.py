@@ -884,24 +884,22 @@ class Replay:
     def state_dict(self) -> dict:
         """Boards as bits"""
         saved = {} if self.data is None else self.data._asdict()
-        boards = {name: saved[name].cpu().numpy() for name in ("board", "next_board") if name in saved}
-        flat = {name: x.reshape(*x.shape[:4], math.prod(x.shape[4:])) for name, x in boards.items()}
-        bits = {name: torch.from_numpy(np.packbits(x, 4)) for name, x in flat.items()}
-        shapes = {f"{name}_shape": torch.tensor(x.shape) for name, x in boards.items()}
-        return {"pushed": self.pushed} | saved | bits | shapes
+        for name in ("board", "next_board") if saved else ():
+            saved[f"{name}_shape"] = torch.tensor(saved[name].shape)
+            saved[name] = torch.from_numpy(np.packbits(saved[name].cpu().numpy()))
+        return {"pushed": self.pushed} | saved
 
     def load_state_dict(self, saved: dict) -> None:
         game.copy_nested_({"pushed": self.pushed}, saved, "replay")
         if "board" not in saved:
             return
-        boards = {}
+        data = {name: saved[name] for name in Transitions._fields}
         for name in ("board", "next_board"):
             shape = saved[f"{name}_shape"].tolist()
-            bits = np.unpackbits(saved[name].numpy(), 4, math.prod(shape[4:]))
-            boards[name] = torch.from_numpy(bits).reshape(shape)
-        saved = {name: x.to(self.pushed.device) for name, x in (saved | boards).items() if name in Transitions._fields}
-        self.data = self.data or Transitions(**saved)
-        game.copy_nested_(self.data._asdict(), saved, "replay")
+            data[name] = torch.from_numpy(np.unpackbits(saved[name].numpy(), count=math.prod(shape))).view(shape)
+        if self.data is None:
+            self.data = Transitions(*(x.to(self.pushed.device) for x in data.values()))
+        game.copy_nested_(self.data._asdict(), data, "replay")
 
 
 def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: bool, members=1):
@@ -1412,9 +1410,7 @@ def find_bad_metric(row: dict[str, float]) -> str | None:
         if not abs(checked[name]) < 1e6:
             return f"{name} is {checked[name]}"
     if row.get("wm/unknown_reward", 0.0) > 1e-3:
-        return (
-            "the world model met a reward that is no payoff of the game: add a bonus in shape_reward, not to env.step"
-        )
+        return "a reward is no payoff of the game: add a bonus in shape_reward, not to env.step"
     return None
 
 
@@ -1431,40 +1427,25 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
     """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
     row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps({"steps": step, **finite}) + "\n")
-    except OSError as error:
-        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
+    with open(path, "a") as file:
+        file.write(json.dumps({"steps": step, **finite}) + "\n")
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
 
 
-def draw_pictures(state: "TrainState", samples: dict, metrics: dict, writers: list[SummaryWriter], step: int) -> None:
-    """Histograms of real and imagined samples, MOA's confusion matrix (row: what the co-player did), and a board, the
-    true next one and the world model's prediction side by side"""
-    args, config, transitions = state.args, state.env.config, samples["transitions"]
-    per_seed = len(transitions.done) // len(writers)
+def draw_pictures(samples: dict, metrics: dict, writers: list[SummaryWriter], step: int) -> None:
+    """Histograms of real and imagined samples, and MOA's confusion matrix (row: what the co-player did)"""
     for seed, writer in enumerate(writers):
-        first = seed * per_seed
-        own = slice(first, first + per_seed)
         for name in {"real", "imagined"} & samples.keys():
-            counts = samples[name]["weight"][own] > 0
+            own = {key: x.chunk(len(writers))[seed] for key, x in samples[name].items()}
+            counts = own["weight"] > 0
             for key in ("reward", "returns", "value") if counts.any() else ():
-                writer.add_histogram(f"{name}/{key}", samples[name][key][own][counts].cpu(), step)
+                writer.add_histogram(f"{name}/{key}", own[key][counts].cpu(), step)
         if "moa/confusion" in metrics:
-            table = metrics["moa/confusion"][own].sum(0)
+            table = np.split(metrics["moa/confusion"], len(writers))[seed].sum(0)
             picture = game.render_table(table / np.maximum(table.sum(1, keepdims=True), 1e-9), game.ACTION_NAMES)
             writer.add_image("moa/confusion", picture, step, dataformats="HWC")
-        if state.networks.world is not None:  # the first step of the first game at which the learner is there
-            t = int(learner_mask(config, transitions.board[first, :, 0]).int().argmax())
-            board, joint = transitions.board[:, t, :1], transitions.joint[:, t, :1]
-            with torch.no_grad():
-                probs = ask_ensemble(args, state.networks.world, "expected_planes", board, joint)[first, 0, 0]
-            shown = board[first, 0], transitions.next_board[first, t, 0], probs
-            picture = np.concatenate([game.render_planes(config, planes.cpu()) for planes in shown], 1)
-            writer.add_image("wm/prediction", picture, step, dataformats="HWC")
 
 
 # ---- Speed, files, ranks
@@ -1592,19 +1573,15 @@ def load_args(path: str, saved: dict, **changes) -> Args:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, whatever it is"""
-    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
-    for line in lines:
-        steps.append(math.inf)  # broken
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps[-1] = float(json.loads(line)["steps"])
-    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
-    for number in range(keep):
-        if steps[number] == math.inf:
-            print(f"{path}: line {number + 1} is broken, it is left out")
-    if keep == 0 < last_step:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
+        except (ValueError, KeyError, TypeError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
     Path(f"{path}.part").write_text("".join(kept))
     os.replace(f"{path}.part", path)
 
@@ -1914,13 +1891,6 @@ def main(args: Args) -> dict[str, float]:
         state.metrics.read()
         iterations = {kind: capture(function, state.env, True) for kind, function in iterations.items()}
 
-    def open_folders():
-        found = [], []
-        if rank == 0:
-            found = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
-            say(f"ready after {ready:.1f} s; run folder {found[0][0]}")
-        return gather_ranks(found[0])[0], found[1]
-
     def save(name="checkpoint.pt"):
         states = gather_ranks(tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict()))
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "iteration": iteration, "device": device.type}
@@ -1932,7 +1902,11 @@ def main(args: Args) -> dict[str, float]:
 
     ready, step, rows, asked = time.time() - started, iteration * steps_each, [{}], False
     with contextlib.ExitStack() as held:
-        folders, writers = open_folders() if checkpoint else ([], [])
+        folders, writers = [], []
+        if rank == 0:
+            folders, writers = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
+            say(f"ready after {ready:.1f} s; run folder {folders[0]}")
+        folders = gather_ranks(folders)[0]
         stop = held.enter_context(stop_requests())
         bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
         held.enter_context(bar)
@@ -1947,8 +1921,6 @@ def main(args: Args) -> dict[str, float]:
             last = asked or iteration == num_iterations
             if iteration % args.log_every and not last:
                 continue
-            if not folders:  # the first thing on disk, now that everything is allocated
-                folders, writers = open_folders()
             metrics, step = state.metrics.read(), iteration * steps_each
             seconds = time.time() - began
             rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
@@ -1961,12 +1933,8 @@ def main(args: Args) -> dict[str, float]:
             extra |= samples["timer"].seconds() | {"time/ready": ready}
             for folder, writer, row in zip(folders, writers, rows, strict=False):
                 write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
-            means = {
-                name: np.mean([row[f"charts/{name}"] for row in rows]) for name in ("episodic_return", "stag_share")
-            }
-            bar.set_postfix_str(
-                "return {episodic_return:.3f}, stag share {stag_share:.2f}".format(**means), refresh=False
-            )
+            shown = np.mean([[row["charts/episodic_return"], row["charts/stag_share"]] for row in rows], 0)
+            bar.set_postfix_str("return {:.3f}, stag share {:.2f}".format(*shown), refresh=False)
             bar.update(step - bar.n)
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
                 save()
@@ -1974,7 +1942,7 @@ def main(args: Args) -> dict[str, float]:
             pictures = args.num_pictures * iteration // num_iterations
             if writers and pictures > args.num_pictures * (iteration - args.log_every) // num_iterations:
                 with never_fatal("draw"):
-                    draw_pictures(state, samples, metrics, writers, step)
+                    draw_pictures(samples, metrics, writers, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
         flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
         for writer, row in zip(writers, rows if iteration == num_iterations else [], strict=False):

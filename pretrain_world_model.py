@@ -579,11 +579,8 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
     """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
     row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps({"steps": step, **finite}) + "\n")
-    except OSError as error:
-        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
+    with open(path, "a") as file:
+        file.write(json.dumps({"steps": step, **finite}) + "\n")
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -795,19 +792,15 @@ def load_args(path: str, saved: dict, **changes) -> Args:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, whatever it is"""
-    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
-    for line in lines:
-        steps.append(math.inf)  # broken
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps[-1] = float(json.loads(line)["steps"])
-    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
-    for number in range(keep):
-        if steps[number] == math.inf:
-            print(f"{path}: line {number + 1} is broken, it is left out")
-    if keep == 0 < last_step:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
+        except (ValueError, KeyError, TypeError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
     Path(f"{path}.part").write_text("".join(kept))
     os.replace(f"{path}.part", path)
 

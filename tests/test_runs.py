@@ -89,7 +89,7 @@ def test_what_a_run_leaves_behind(method, runs):
             assert [x.step for x in scalar] == [32, 64, 96]
             assert value is None or scalar[2].value == pytest.approx(value, rel=1e-5), name
         assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
-        images = {"ppo": [], "ppo-omg": ["moa/confusion"], "hopplus": ["moa/confusion", "wm/prediction"]}[method]
+        images = {"ppo": [], "ppo-omg": ["moa/confusion"], "hopplus": ["moa/confusion"]}[method]
         assert sorted(events.Tags()["images"]) == images
         assert "hyperparameters/text_summary" in events.Tags()["tensors"]
         hparams = events.PluginTagToContent("hparams")
