@@ -245,14 +245,12 @@ def parse_args(words: list[str]) -> Args:
 
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
-    config = args.config
+    config, refuse = args.config, game.refuse
     models = args.imagination or args.subgoals not in ("none", *GIVEN)
     kinds = len(args.population.split(","))
     game.check_ranges(args)
     game.resolve_device(args.device)
-    refuse = game.refuse
-    learns = "learner" in game.seats_table(args.seats, config.num_players)
-    refuse(not learns, f"--seats {args.seats}: nobody learns")
+    refuse("learner" not in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns")
     refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
     refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
     refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred or --imagination")
@@ -265,8 +263,8 @@ def validate(args: Args) -> StagHuntConfig:
         beyond = args.imagination_horizon > args.num_steps
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-        goals_read = args.imagined_goals == "current" or args.subgoals in ("inferred", *GIVEN)
-        refuse(not goals_read, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
+        unread = args.imagined_goals == "prior" and args.subgoals not in ("inferred", *GIVEN)
+        refuse(unread, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
         refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
         refuse(config.prosocial, "--prosocial rewards depend on more than the world model sees: --no-imagination")
     return config
@@ -1506,8 +1504,7 @@ def lock_folder(folder: Path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
+            raise ValueError(f"{folder} is in use by {Path(file.name).read_text().strip()}") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
         file.flush()
@@ -1522,8 +1519,7 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -1557,7 +1553,7 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS
     for key in keys:
         game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
     for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
@@ -1600,23 +1596,21 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
     folders[0].mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
         held.enter_context(lock_folder(folders[0]))
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
             if not (folder / "args.json").exists():
                 (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
             if checkpoint:
                 truncate_metrics(folder / "metrics.jsonl", step)
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        for writer in writers:
-            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            writers.append(SummaryWriter(folder, purge_step=step + 1))
+            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
-                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
         yield folders, writers
 
 
@@ -1691,8 +1685,10 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     """Everything allocated. tables: who sits where, N names for each block of --num-envs games. watch: rule-based
     players play, the learners look on"""
     rows = len(tables) * args.num_envs * args.num_steps * args.config.num_players
-    size = 8 * rows * (300 + math.prod(args.config.observation_shape))
-    torch.empty(min(size, 1 << 60), dtype=torch.uint8, device=device)  # fails at once where a rollout would not fit
+    size = 8 * rows * (300 + math.prod(args.config.observation_shape))  # bytes of a rollout, roughly
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory):
+        raise MemoryError
     torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + watch)
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
     decay = history_decay(args)
@@ -1852,8 +1848,7 @@ def main(args: Args) -> dict[str, float]:
         args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
     rank, world, device = init_ranks(game.resolve_device(args.device))
-    if args.num_envs % world:
-        raise ValueError(f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
+    game.refuse(args.num_envs % world > 0, f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
     if checkpoint and (checkpoint["device"], len(checkpoint["states"])) != (device.type, world):
         raise ValueError(f"{args.resume} goes on on {len(checkpoint['states'])} rank(s) on {checkpoint['device']} only")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run

@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 from torch import nn
@@ -118,15 +119,11 @@ class Args(RunArgs, DataArgs, OpponentArgs):
 
 
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "opponent_model": OpponentArgs}
-
-
-def make_args(**changes) -> Args:
-    """Complete flags: where tests, sweeps and the command line start"""
-    return Args(**changes)
+make_args = Args  # as in the training scripts, where a method and a device change the defaults
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, make_args(), words)
+    return game.parse(Args, GROUPS, Args(), words)
 
 
 def validate(args: Args) -> StagHuntConfig:
@@ -135,12 +132,10 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    if config.num_cells > 255:
-        raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
-    if args.subgoal_hidden < 2:
-        raise ValueError("--subgoal-hidden must be 2 or more")
-    if args.goal_kind == "discrete" and args.goal_dim < 2:
-        raise ValueError("--goal-kind discrete needs --goal-dim 2 or more")
+    game.refuse(config.num_cells > 255, f"this script takes boards of up to 255 cells, not {config.num_cells}")
+    game.refuse(args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
+    one = args.goal_kind == "discrete" and args.goal_dim < 2
+    game.refuse(one, "--goal-kind discrete needs --goal-dim 2 or more")
     return config
 
 
@@ -659,8 +654,6 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
 
 def draw_pictures(folder: Path, writer: SummaryWriter, arrays: dict, step: int) -> None:
     """Confusion matrices, their rows summing to 1; top-1 and probe accuracy by step of the game"""
-    from matplotlib.figure import Figure
-
     figures = {"confusion": Figure((12, 11), layout="tight"), "by_step": Figure((11, 3.6), layout="tight")}
     for axis, (name, parts) in zip(figures["confusion"].subplots(2, 2).flat, arrays.items(), strict=True):
         counts = parts["confusion"].sum(1)
@@ -744,8 +737,7 @@ def lock_folder(folder: Path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
+            raise ValueError(f"{folder} is in use by {Path(file.name).read_text().strip()}") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
         file.flush()
@@ -760,8 +752,7 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -795,7 +786,7 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS
     for key in keys:
         game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
     for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
@@ -838,31 +829,22 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
     folders[0].mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
         held.enter_context(lock_folder(folders[0]))
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
             if not (folder / "args.json").exists():
                 (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
             if checkpoint:
                 truncate_metrics(folder / "metrics.jsonl", step)
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        for writer in writers:
-            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            writers.append(SummaryWriter(folder, purge_step=step + 1))
+            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
-                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
         yield folders, writers
-
-
-def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
-    try:
-        optimizer.load_state_dict(saved)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def main(args: Args) -> dict[str, float]:
@@ -888,7 +870,7 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint:
         for name, stacked in models.items():
             stacked.load_state_dict(checkpoint["networks"].get(name))
-        load_optimizer(args.resume, optimizer, checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
         epoch, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = epoch < args.epochs
 

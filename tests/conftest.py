@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-import stag_hunt_env
-
 
 def pytest_addoption(parser):
     parser.addoption("--transitions", type=int, default=40_000, help="game-steps compared with the plain-Python game")
@@ -23,9 +21,3 @@ def one_thread():
     yield
     torch.set_num_threads(before)
     torch.use_deterministic_algorithms(deterministic)
-
-
-@pytest.fixture(autouse=True)
-def no_memory_limit(monkeypatch):
-    """The tests' own process keeps its limits; command lines in processes of their own set theirs."""
-    monkeypatch.setattr(stag_hunt_env, "limit_memory", lambda: None)
