@@ -2121,7 +2121,7 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     size = 8 * rows * (300 + math.prod(args.config.observation_shape))  # bytes of a rollout, roughly
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory):
-        raise MemoryError
+        raise MemoryError(f"a rollout takes about {size:.2g} bytes")
     torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + watch)
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
     decay = history_decay(args)
