@@ -1931,20 +1931,6 @@ def check_run_flags(args) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path):
-    """Keeps other processes out of a run's folder until this one ends, however it ends"""
-    with open(folder / "lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{folder} is in use by {Path(file.name).read_text().strip()}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
-        file.flush()
-        yield
-
-
-@contextlib.contextmanager
 def stop_requests():
     """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
     asked, before = [], {}
@@ -2018,7 +2004,7 @@ def truncate_metrics(path: Path, last_step: int) -> None:
 @contextlib.contextmanager
 def open_run(args, label: str, checkpoint: dict | None, step: int):
     """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
-    where its checkpoint lies, also if that was moved or copied"""
+    where its checkpoint lies, also if that was moved or copied. A lock keeps other processes out, however this ends."""
     seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
@@ -2032,7 +2018,13 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
     flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
     table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        held.enter_context(lock_folder(folders[0]))
+        lock = held.enter_context(open(folders[0] / "lock", "a+"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
         writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
