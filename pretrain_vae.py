@@ -616,12 +616,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def write_csv(path: Path, table: dict[str, dict[str, float]]) -> None:
     """A CSV with one line per metric and a column for each predictor"""
+    lines = [[key, *(figures.get(key, math.nan) for figures in table.values())] for key in table["with history"]]
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", *table])
-        for key in table["with history"]:
-            writer.writerow([key, *(figures.get(key, math.nan) for figures in table.values())])
+        csv.writer(file).writerows([["metric", *table], *lines])
 
 
 def show_table(tables: list[dict]) -> None:

@@ -545,16 +545,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def write_table(path: Path, rows: list[dict[str, float]], seeds: list[int]) -> str:
     """A CSV with one line per metric, and the same as text"""
-    lines = []
+    head = ["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)]
+    values = {name: [row[name] for row in rows] for name in rows[0]}
+    table = [[name, *interval(found), *found] for name, found in values.items()]
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)])
-        for name in rows[0]:
-            values = [row[name] for row in rows]
-            mean, half = interval(values)
-            writer.writerow([name, mean, half, *values])
-            lines.append(f"{name:<28}{mean:>14.6g}" + (f" ± {half:.2g}" if not math.isnan(half) else ""))
-    return "\n".join(lines)
+        csv.writer(file).writerows([head, *table])
+    lines = (f"{name:<28}{mean:>14.6g} ± {half:.2g}" for name, mean, half, *_ in table)
+    return "\n".join(lines).replace(" ± nan", "")
 
 
 @contextlib.contextmanager
