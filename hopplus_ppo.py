@@ -160,14 +160,10 @@ class OpponentArgs:
 
 @dataclasses.dataclass
 class WorldModelArgs:
-    wm_head: Literal["structured", "pixel"] = "structured"
-    """a distribution over possible boards, or every cell by mean squared error"""
     wm_hidden: Count = 128
-    """width of the hidden layers (the pixel head's are twice as wide)"""
+    """width of the hidden layers"""
     wm_ensemble: Count = 1
     """world models per learner; an imagined rollout is cut where they disagree"""
-    wm_channel_weights: tuple[float, ...] | None = None
-    """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     wm_learning_rate: Positive = 1e-3
     """Adam's step size (in pretraining 2e-3, falling)"""
     wm_updates: Whole = 4
@@ -249,33 +245,28 @@ def parse_args(words: list[str]) -> Args:
 
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
-    config, weights, planes = args.config, args.wm_channel_weights, args.config.observation_shape[0]
+    config, refuse = args.config, game.refuse
     models = args.imagination or args.subgoals not in ("none", *GIVEN)
     kinds = len(args.population.split(","))
     game.check_ranges(args)
     game.resolve_device(args.device)
-    refuse = game.refuse
-    learns = "learner" in game.seats_table(args.seats, config.num_players)
-    refuse(not learns, f"--seats {args.seats}: nobody learns")
+    refuse("learner" not in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns")
     refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
     refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
     refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred or --imagination")
     refuse(args.world_model_checkpoint and not args.imagination, "--world-model-checkpoint needs --imagination")
-    refuse(weights and args.wm_head != "pixel", "--wm-channel-weights belongs to --wm-head pixel")
-    refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
-    refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
     refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
     refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if args.imagination:
-        beyond, structured = args.imagination_horizon > args.num_steps, args.wm_head == "structured"
+        beyond = args.imagination_horizon > args.num_steps
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-        goals_read = args.imagined_goals == "current" or args.subgoals in ("inferred", *GIVEN)
-        refuse(not goals_read, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
+        unread = args.imagined_goals == "prior" and args.subgoals not in ("inferred", *GIVEN)
+        refuse(unread, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
         refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
-        refuse(config.prosocial and structured, "--prosocial rewards depend on the whole board: --wm-head pixel")
+        refuse(config.prosocial, "--prosocial rewards depend on more than the world model sees: --no-imagination")
     return config
 
 
@@ -488,7 +479,7 @@ def goal_kl(kind: str, q, p):
 
 
 class WorldModel(nn.Module):
-    """Structured head. The rules are local, and so is the network: everyone's action is painted on its cell, and the
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
     3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
     cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
     will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
@@ -583,34 +574,6 @@ class WorldModel(nn.Module):
         return torch.cat([players[..., :-1], planes[:, self.num_players, None], prey], 1).view(board.shape)
 
 
-class PixelWorldModel(nn.Module):
-    """An MLP that predicts every cell of every plane and the reward by mean squared error"""
-
-    def __init__(self, config: StagHuntConfig, args: Args):
-        super().__init__()
-        planes, hidden = math.prod(config.observation_shape), 2 * args.wm_hidden
-        weights = torch.tensor(args.wm_channel_weights or [1.0] * config.observation_shape[0]).view(-1, 1, 1)
-        self.register_buffer("channel_weights", weights, persistent=False)
-        self.layers = mlp(planes + NUM_ACTIONS * config.num_players, hidden, hidden, hidden, planes + 1)
-
-    def forward(self, board, joint):
-        acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(1)
-        x = self.layers(torch.cat([board.flatten(1), acts], 1).to(self.layers[0].weight.dtype))
-        return x[:, :-1].view(board.shape), x[:, -1]
-
-    def loss(self, board, joint, next_board, reward):
-        planes, paid = self(board, joint)
-        squared = (planes - next_board).square() * self.channel_weights
-        return squared.mean((2, 3)).sum(1) + (paid - reward).square()
-
-    def predict(self, board, joint):
-        planes, paid = self(board, joint)
-        return (planes > 0.5).to(torch.uint8), paid
-
-    def expected_planes(self, board, joint):
-        return self(board, joint)[0]
-
-
 class ActorCritic(nn.Module):
     """pi(a | own view of the board, clock, last joint action, subgoals of the co-players) and V of the same"""
 
@@ -670,7 +633,7 @@ def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) 
     if args.imagination or args.subgoals not in ("none", *GIVEN):
         kinds |= {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel, "moa_prior": ActionModel}
     if args.imagination:
-        kinds["world"] = WorldModel if args.wm_head == "structured" else PixelWorldModel
+        kinds["world"] = WorldModel
     networks = {"policy": Stacked(lambda: ActorCritic(config, args), seeds, device, dtype, dtype)}
     for number, (name, kind) in enumerate(kinds.items(), start=1):
         members = args.wm_ensemble if name == "world" else 1
@@ -925,24 +888,22 @@ class Replay:
     def state_dict(self) -> dict:
         """Boards as bits"""
         saved = {} if self.data is None else self.data._asdict()
-        boards = {name: saved[name].cpu().numpy() for name in ("board", "next_board") if name in saved}
-        flat = {name: x.reshape(*x.shape[:4], math.prod(x.shape[4:])) for name, x in boards.items()}
-        bits = {name: torch.from_numpy(np.packbits(x, 4)) for name, x in flat.items()}
-        shapes = {f"{name}_shape": torch.tensor(x.shape) for name, x in boards.items()}
-        return {"pushed": self.pushed} | saved | bits | shapes
+        for name in ("board", "next_board") if saved else ():
+            saved[f"{name}_shape"] = torch.tensor(saved[name].shape)
+            saved[name] = torch.from_numpy(np.packbits(saved[name].cpu().numpy()))
+        return {"pushed": self.pushed} | saved
 
     def load_state_dict(self, saved: dict) -> None:
         game.copy_nested_({"pushed": self.pushed}, saved, "replay")
         if "board" not in saved:
             return
-        boards = {}
+        data = {name: saved[name] for name in Transitions._fields}
         for name in ("board", "next_board"):
             shape = saved[f"{name}_shape"].tolist()
-            bits = np.unpackbits(saved[name].numpy(), 4, math.prod(shape[4:]))
-            boards[name] = torch.from_numpy(bits).reshape(shape)
-        saved = {name: x.to(self.pushed.device) for name, x in (saved | boards).items() if name in Transitions._fields}
-        self.data = self.data or Transitions(**saved)
-        game.copy_nested_(self.data._asdict(), saved, "replay")
+            data[name] = torch.from_numpy(np.unpackbits(saved[name].numpy(), count=math.prod(shape))).view(shape)
+        if self.data is None:
+            self.data = Transitions(*(x.to(self.pushed.device) for x in data.values()))
+        game.copy_nested_(self.data._asdict(), data, "replay")
 
 
 def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int, members=1):
@@ -1027,30 +988,25 @@ def hindsight_goals(args: Args, env, networks, selection: str, windows: Transiti
     return prior_of((now[..., None] + 1 + best).clamp(max=ends - 1), ~valid.any(2))
 
 
-def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pretraining: bool = False, later=None):
+def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pretraining=False, ahead: int = 0):
     """windows of T steps of G games [M, T, G, ...] -> dict of losses [M], means over the co-players' steps that count;
     `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi || f_psi(s^g)); in pretraining also f_psi's.
-    later: the steps that followed, where a game may go on and a co-player may reach its subgoal"""
-    later = later or Transitions(*(x[:, :0] for x in windows))
+    ahead: so many more steps follow, in which games may go on and co-players may reach their subgoals"""
+    whole, windows = windows, Transitions(*(x[:, : x.shape[1] - ahead] for x in windows))
     start = windows.history[:, 0].float()
     entities, walls, legal, features, history, _ = encode_history(args, env, networks, windows, start)
     shape, history = history.shape[:-1], history.flatten(1, 3)  # [M, T, G, K]; flattened: n = T*G*K rows
     kind, config, device = args.goal_kind, env.config, env.device
     posterior = networks.inference(features, history)
-    follows = entity_views(args, env, later.board.flatten(1, 2), later.prey_position.flatten(1, 2))
-    all_entities, all_walls = (
-        torch.cat([x, y[:, :, 1:].flatten(1, 2)], 1) for x, y in zip((entities, walls), follows[:2], strict=True)
-    )
-    all_present = (all_entities[..., 0] < config.num_cells).view(shape[0], -1, *shape[2:])
-    all_done, all_exited = (torch.cat([getattr(x, name) for x in (windows, later)], 1) for name in ("done", "exited"))
+    whole_views = entity_views(args, env, whole.board.flatten(1, 2), whole.prey_position.flatten(1, 2))
     with torch.set_grad_enabled(pretraining and torch.is_grad_enabled()):
-        prior = networks.prior(all_entities, all_walls)
+        prior = networks.prior(*(x[:, :, 1:].flatten(1, 2) for x in whole_views[:2]))
+    present = (whole_views[0][:, :, 1:, 0] < config.num_cells).view(*whole.done.shape, -1)
     selection = args.subgoal_selection if args.subgoals == "inferred" and not pretraining else "final"
     with torch.no_grad():
-        goals, priors = goal_mean(kind, posterior).view(*shape, -1), prior.view(*all_present.shape, -1)
-        found = hindsight_goals(args, env, networks, selection, windows, goals, priors, all_present, all_done)
-        hindsight = found.flatten(1, 3)
-    prior, present = prior[:, : posterior.shape[1]], all_present[:, : shape[1]]
+        given = goal_mean(kind, posterior).view(*shape, -1), prior.view(*present.shape, -1), present, whole.done
+        hindsight = hindsight_goals(args, env, networks, selection, windows, *given).flatten(1, 3)
+    prior, present = prior[:, : posterior.shape[1]], present[:, : shape[1]]
     goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
     # A subgoal outlasts a step: every second time MOA reads one that was inferred earlier in the game.
     same = same_game(windows.done)
@@ -1067,7 +1023,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
         moa_goal = goal_mean(kind, posterior)
     # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
     if args.moa_data == "rewarded":
-        present = present & (same_game(all_done)[:, : shape[1]] & all_exited[:, None, ..., 1:]).any(2)
+        present = present & (same_game(whole.done)[:, : shape[1]] & whole.exited[:, None, ..., 1:]).any(2)
     weight = (present / (same & present[:, None]).sum(2).clamp(min=1)).flatten(1)
     clock = (windows.time / config.final_time).flatten(1).repeat_interleave(shape[3], 1)
     action = windows.joint[..., 1:].flatten(1).long()[..., None]
@@ -1125,9 +1081,8 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
     """-> mean losses [M]"""
     found = []
     for _ in range(updates):
-        pairs = sample_replays(replay, offline, args.offline_ratio, args.subgoal_batch_size, window=2)
-        windows, later = (Transitions(*parts) for parts in zip(*(x.chunk(2, 1) for x in pairs), strict=True))
-        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, later)
+        windows = sample_replays(replay, offline, args.offline_ratio, args.subgoal_batch_size, window=2)
+        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, args.num_steps)
         found.append(losses | {"grad_norm": optimizer_step(optimizer, losses["loss"], 1.0)})
     return mean_over_updates(found)
 
@@ -1474,9 +1429,7 @@ def find_bad_metric(row: dict[str, float]) -> str | None:
         if not abs(checked[name]) < 1e6:
             return f"{name} is {checked[name]}"
     if row.get("wm/unknown_reward", 0.0) > 1e-3:
-        return (
-            "the world model met a reward that is no payoff of the game: add a bonus in shape_reward, not to env.step"
-        )
+        return "a reward is no payoff of the game: add a bonus in shape_reward, not to env.step"
     return None
 
 
@@ -1503,30 +1456,18 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
             writer.add_scalar(name, value, step)
 
 
-def draw_pictures(state: "TrainState", samples: dict, metrics: dict, writers: list[SummaryWriter], step: int) -> None:
-    """Histograms of real and imagined samples, MOA's confusion matrix (row: what the co-player did), and a board, the
-    true next one and the world model's prediction side by side"""
-    args, config, transitions = state.args, state.env.config, samples["transitions"]
-    per_seed = len(transitions.done) // len(writers)
+def draw_pictures(samples: dict, metrics: dict, writers: list[SummaryWriter], step: int) -> None:
+    """Histograms of real and imagined samples, and MOA's confusion matrix (row: what the co-player did)"""
     for seed, writer in enumerate(writers):
-        first = seed * per_seed
-        own = slice(first, first + per_seed)
         for name in {"real", "imagined"} & samples.keys():
-            counts = samples[name]["weight"][own] > 0
+            own = {key: x.chunk(len(writers))[seed] for key, x in samples[name].items()}
+            counts = own["weight"] > 0
             for key in ("reward", "returns", "value") if counts.any() else ():
-                writer.add_histogram(f"{name}/{key}", samples[name][key][own][counts].cpu(), step)
+                writer.add_histogram(f"{name}/{key}", own[key][counts].cpu(), step)
         if "moa/confusion" in metrics:
-            table = metrics["moa/confusion"][own].sum(0)
+            table = np.split(metrics["moa/confusion"], len(writers))[seed].sum(0)
             picture = game.render_table(table / np.maximum(table.sum(1, keepdims=True), 1e-9), game.ACTION_NAMES)
             writer.add_image("moa/confusion", picture, step, dataformats="HWC")
-        if state.networks.world is not None:  # the first step of the first game at which the learner is there
-            t = int(learner_mask(config, transitions.board[first, :, 0]).int().argmax())
-            board, joint = transitions.board[:, t, :1], transitions.joint[:, t, :1]
-            with torch.no_grad():
-                probs = ask_ensemble(args, state.networks.world, "expected_planes", board, joint)[first, 0, 0]
-            shown = board[first, 0], transitions.next_board[first, t, 0], probs
-            picture = np.concatenate([game.render_planes(config, planes.cpu()) for planes in shown], 1)
-            writer.add_image("wm/prediction", picture, step, dataformats="HWC")
 
 
 # ---- Speed, files, ranks
@@ -1581,21 +1522,6 @@ def check_run_flags(args) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path):
-    """Keeps other processes out of a run's folder until this one ends, however it ends"""
-    with open(folder / "lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
-        file.flush()
-        yield
-
-
-@contextlib.contextmanager
 def stop_requests():
     """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
     asked, before = [], {}
@@ -1603,8 +1529,7 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -1638,7 +1563,7 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS
     for key in keys:
         game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
     for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
@@ -1654,19 +1579,15 @@ def load_args(path: str, saved: dict, **changes) -> Args:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, whatever it is"""
-    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
-    for line in lines:
-        steps.append(math.inf)  # broken
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps[-1] = float(json.loads(line)["steps"])
-    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
-    for number in range(keep):
-        if steps[number] == math.inf:
-            print(f"{path}: line {number + 1} is broken, it is left out")
-    if keep == 0 < last_step:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
+        except (ValueError, KeyError, TypeError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
     Path(f"{path}.part").write_text("".join(kept))
     os.replace(f"{path}.part", path)
 
@@ -1674,7 +1595,7 @@ def truncate_metrics(path: Path, last_step: int) -> None:
 @contextlib.contextmanager
 def open_run(args, label: str, checkpoint: dict | None, step: int):
     """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
-    where its checkpoint lies, also if that was moved or copied"""
+    where its checkpoint lies, also if that was moved or copied. A lock keeps other processes out, however this ends."""
     seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
@@ -1685,23 +1606,29 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
     folders[0].mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        held.enter_context(lock_folder(folders[0]))
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        lock = held.enter_context(open(folders[0] / "lock", "a+"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
             if not (folder / "args.json").exists():
                 (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
             if checkpoint:
                 truncate_metrics(folder / "metrics.jsonl", step)
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        for writer in writers:
-            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            writers.append(SummaryWriter(folder, purge_step=step + 1))
+            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
-                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
         yield folders, writers
 
 
@@ -1811,14 +1738,10 @@ def tile_weights(weights: dict[str, torch.Tensor], members: int, index) -> dict[
 
 def load_pretrained(path: str, expected: str, names: tuple, args: Args, networks: Networks) -> None:
     """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
-    saved, here = (
-        load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining"),
-        vars(args) | vars(args.config),
-    )
-    pairs = [(name, there, here[name]) for name, there in saved["must_match"].items()]
-    differs = [f"{name} {there} (asked for: {here})" for name, there, here in pairs if there != here]
-    if differs:
-        raise ValueError(f"{path} does not fit: {', '.join(differs)}")
+    saved = load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining")
+    here = vars(args) | vars(args.config) | {"world_model": WorldModel.__name__}
+    for name, there in saved["must_match"].items():
+        game.refuse(there != here[name], f"{path} does not fit: {name} {there} (asked for: {here[name]})")
     for name in names:
         weights, members = saved["networks"].get(name, {}), args.wm_ensemble if name == "world" else 1
         there = min((len(x) for x in weights.values()), default=1) // members
@@ -1838,7 +1761,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
         load_pretrained(args.vae_checkpoint, "subgoals-7", ("prior", "inference", "moa", "moa_prior"), args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
-        load_pretrained(args.world_model_checkpoint, "world-model-6", ("world",), args, networks)
+        load_pretrained(args.world_model_checkpoint, "world-model-7", ("world",), args, networks)
         rates.pop("world")
 
     def play():
@@ -1942,8 +1865,7 @@ def main(args: Args) -> dict[str, float]:
         args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
     rank, world, device = init_ranks(game.resolve_device(args.device))
-    if args.num_envs % world:
-        raise ValueError(f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
+    game.refuse(args.num_envs % world > 0, f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
     if checkpoint and (checkpoint["device"], len(checkpoint["states"])) != (device.type, world):
         raise ValueError(f"{args.resume} goes on on {len(checkpoint['states'])} rank(s) on {checkpoint['device']} only")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
@@ -2028,12 +1950,8 @@ def main(args: Args) -> dict[str, float]:
             extra |= samples["timer"].seconds() | {"time/ready": ready}
             for folder, writer, row in zip(folders, writers, rows, strict=False):
                 write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
-            means = {
-                name: np.mean([row[f"charts/{name}"] for row in rows]) for name in ("episodic_return", "stag_share")
-            }
-            bar.set_postfix_str(
-                "return {episodic_return:.3f}, stag share {stag_share:.2f}".format(**means), refresh=False
-            )
+            shown = np.mean([[row["charts/episodic_return"], row["charts/stag_share"]] for row in rows], 0)
+            bar.set_postfix_str("return {:.3f}, stag share {:.2f}".format(*shown), refresh=False)
             bar.update(step - bar.n)
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
                 save()
@@ -2041,7 +1959,7 @@ def main(args: Args) -> dict[str, float]:
             pictures = args.num_pictures * iteration // num_iterations
             if writers and pictures > args.num_pictures * (iteration - args.log_every) // num_iterations:
                 with never_fatal("draw"):
-                    draw_pictures(state, samples, metrics, writers, step)
+                    draw_pictures(samples, metrics, writers, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
         flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
         for writer, row in zip(writers, rows if iteration == num_iterations else [], strict=False):

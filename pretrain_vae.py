@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 from torch import nn
@@ -118,15 +119,11 @@ class Args(RunArgs, DataArgs, OpponentArgs):
 
 
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "opponent_model": OpponentArgs}
-
-
-def make_args(**changes) -> Args:
-    """Complete flags: where tests, sweeps and the command line start"""
-    return Args(**changes)
+make_args = Args  # as in the training scripts, where a method and a device change the defaults
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, make_args(), words)
+    return game.parse(Args, GROUPS, Args(), words)
 
 
 def validate(args: Args) -> StagHuntConfig:
@@ -135,12 +132,10 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    if config.num_cells > 255:
-        raise ValueError(f"this script takes boards of up to 255 cells, not {config.num_cells}")
-    if args.subgoal_hidden < 2:
-        raise ValueError("--subgoal-hidden must be 2 or more")
-    if args.goal_kind == "discrete" and args.goal_dim < 2:
-        raise ValueError("--goal-kind discrete needs --goal-dim 2 or more")
+    game.refuse(config.num_cells > 255, f"this script takes boards of up to 255 cells, not {config.num_cells}")
+    game.refuse(args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
+    one = args.goal_kind == "discrete" and args.goal_dim < 2
+    game.refuse(one, "--goal-kind discrete needs --goal-dim 2 or more")
     return config
 
 
@@ -622,12 +617,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def write_csv(path: Path, table: dict[str, dict[str, float]]) -> None:
     """A CSV with one line per metric and a column for each predictor"""
+    lines = [[key, *(figures.get(key, math.nan) for figures in table.values())] for key in table["with history"]]
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", *table])
-        for key in table["with history"]:
-            writer.writerow([key, *(figures.get(key, math.nan) for figures in table.values())])
+        csv.writer(file).writerows([["metric", *table], *lines])
 
 
 def show_table(tables: list[dict]) -> None:
@@ -663,8 +656,6 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
 
 def draw_pictures(folder: Path, writer: SummaryWriter, arrays: dict, step: int) -> None:
     """Confusion matrices, their rows summing to 1; top-1 and probe accuracy by step of the game"""
-    from matplotlib.figure import Figure
-
     figures = {"confusion": Figure((12, 11), layout="tight"), "by_step": Figure((11, 3.6), layout="tight")}
     for axis, (name, parts) in zip(figures["confusion"].subplots(2, 2).flat, arrays.items(), strict=True):
         counts = parts["confusion"].sum(1)
@@ -742,21 +733,6 @@ def check_run_flags(args) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path):
-    """Keeps other processes out of a run's folder until this one ends, however it ends"""
-    with open(folder / "lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
-        file.flush()
-        yield
-
-
-@contextlib.contextmanager
 def stop_requests():
     """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
     asked, before = [], {}
@@ -764,8 +740,7 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -799,7 +774,7 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS
     for key in keys:
         game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
     for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
@@ -815,19 +790,15 @@ def load_args(path: str, saved: dict, **changes) -> Args:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, whatever it is"""
-    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
-    for line in lines:
-        steps.append(math.inf)  # broken
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps[-1] = float(json.loads(line)["steps"])
-    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
-    for number in range(keep):
-        if steps[number] == math.inf:
-            print(f"{path}: line {number + 1} is broken, it is left out")
-    if keep == 0 < last_step:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
+        except (ValueError, KeyError, TypeError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
     Path(f"{path}.part").write_text("".join(kept))
     os.replace(f"{path}.part", path)
 
@@ -835,7 +806,7 @@ def truncate_metrics(path: Path, last_step: int) -> None:
 @contextlib.contextmanager
 def open_run(args, label: str, checkpoint: dict | None, step: int):
     """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
-    where its checkpoint lies, also if that was moved or copied"""
+    where its checkpoint lies, also if that was moved or copied. A lock keeps other processes out, however this ends."""
     seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
@@ -846,31 +817,30 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
     folders[0].mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        held.enter_context(lock_folder(folders[0]))
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        lock = held.enter_context(open(folders[0] / "lock", "a+"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
             if not (folder / "args.json").exists():
                 (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
             if checkpoint:
                 truncate_metrics(folder / "metrics.jsonl", step)
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        for writer in writers:
-            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            writers.append(SummaryWriter(folder, purge_step=step + 1))
+            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
-                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
         yield folders, writers
-
-
-def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
-    try:
-        optimizer.load_state_dict(saved)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def main(args: Args) -> dict[str, float]:
@@ -896,7 +866,7 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint:
         for name, stacked in models.items():
             stacked.load_state_dict(checkpoint["networks"].get(name))
-        load_optimizer(args.resume, optimizer, checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
         epoch, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = epoch < args.epochs
 

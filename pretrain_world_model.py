@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 from torch import nn
@@ -46,7 +47,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "world-model-6"  # of a checkpoint
+FORMAT = "world-model-7"  # of a checkpoint
 KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
@@ -111,47 +112,37 @@ class Args(RunArgs, DataArgs, WorldModelArgs):
 
 
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "world_model": WorldModelArgs}
-
-
-def make_args(**changes) -> Args:
-    """Complete flags: where tests, sweeps and the command line start"""
-    return Args(**changes)
+make_args = Args  # as in the training scripts, where a method and a device change the defaults
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, make_args(), words)
+    return game.parse(Args, GROUPS, Args(), words)
 
 
 def parse_board(board: str) -> tuple[int, int]:
     height, cross, width = board.partition("x")
-    if not (cross and height.isdecimal() and width.isdecimal()):
-        raise ValueError(f"a board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
+    right = cross and height.isdecimal() and width.isdecimal()
+    game.refuse(not right, f"a board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
     return int(height), int(width)
 
 
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
-    config, weights = args.config, args.wm_channel_weights
+    config, refuse = args.config, game.refuse
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    rules = [  # what must hold, and what to say if it does not
-        (not config.prosocial or args.wm_head == "pixel",
-         "--prosocial rewards depend on the whole board, unseen by the structured head: --wm-head pixel"),
-        (weights is None or args.wm_head == "pixel", "--wm-channel-weights belongs to --wm-head pixel"),
-        (weights is None or len(weights) == config.observation_shape[0],
-         f"--wm-channel-weights needs {config.observation_shape[0]} numbers, one per plane"),
-        (weights is None or all(0 <= w < math.inf for w in weights), "--wm-channel-weights must be numbers >= 0"),
-        (args.evaluate_board is None or args.evaluate is not None, "--evaluate-board belongs to --evaluate"),
-        (args.evaluate_board is None or args.wm_head == "structured",
-         f"the pixel head knows one board size, {config.height}x{config.width}: no --evaluate-board"),
-        (args.evaluate is None or args.resume is None, "--evaluate and --resume exclude each other"),
-    ]  # fmt: skip
-    for holds, sentence in rules:
-        if not holds:
-            raise ValueError(sentence)
-    if args.evaluate_board:
-        height, width = parse_board(args.evaluate_board)
+    pixel, board = args.wm_head == "pixel", args.evaluate_board
+    weights, planes = args.wm_channel_weights, config.observation_shape[0]
+    refuse(config.prosocial and not pixel, "--prosocial rewards depend on the whole board: --wm-head pixel")
+    refuse(weights and not pixel, "--wm-channel-weights belongs to --wm-head pixel")
+    refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
+    refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
+    refuse(board and not args.evaluate, "--evaluate-board belongs to --evaluate")
+    refuse(board and pixel, f"the pixel head knows one board size, {config.height}x{config.width}: no --evaluate-board")
+    refuse(args.evaluate and args.resume, "--evaluate and --resume exclude each other")
+    if board:
+        height, width = parse_board(board)
         config = dataclasses.replace(config, height=height, width=width)
     return config
 
@@ -234,7 +225,7 @@ class Stacked:
 
 
 class WorldModel(nn.Module):
-    """Structured head. The rules are local, and so is the network: everyone's action is painted on its cell, and the
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
     3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
     cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
     will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
@@ -554,16 +545,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def write_table(path: Path, rows: list[dict[str, float]], seeds: list[int]) -> str:
     """A CSV with one line per metric, and the same as text"""
-    lines = []
+    head = ["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)]
+    values = {name: [row[name] for row in rows] for name in rows[0]}
+    table = [[name, *interval(found), *found] for name, found in values.items()]
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["metric", "mean", "half_width_95", *(f"seed_{seed}" for seed in seeds)])
-        for name in rows[0]:
-            values = [row[name] for row in rows]
-            mean, half = interval(values)
-            writer.writerow([name, mean, half, *values])
-            lines.append(f"{name:<28}{mean:>14.6g}" + (f" ± {half:.2g}" if not math.isnan(half) else ""))
-    return "\n".join(lines)
+        csv.writer(file).writerows([head, *table])
+    lines = (f"{name:<28}{mean:>14.6g} ± {half:.2g}" for name, mean, half, *_ in table)
+    return "\n".join(lines).replace(" ± nan", "")
 
 
 @contextlib.contextmanager
@@ -591,8 +579,6 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
 
 def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cases: list[int]):
     """A figure; each case is a row: the board, the true next one, the predicted one with the numbers behind it"""
-    from matplotlib.figure import Figure
-
     height = 0.7 + 3.6 * config.height / config.width
     figure = Figure((12, len(cases) * height), layout="tight")
     axes = figure.subplots(len(cases), 3, squeeze=False)
@@ -605,13 +591,9 @@ def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cas
             f"true next, reward {float(data.reward[case]):.3g}",
             f"predicted, reward {float(predicted.reward[case]):.3g}, error {float((planes - truth).abs().max()):.2g}",
         )
-        pictures = (
-            game.render_planes(config, board),
-            game.render_planes(config, truth),
-            game.render_planes(config, predicted.board[case].cpu(), planes),
-        )
-        for axis, title, picture in zip(row, titles, pictures, strict=True):
-            axis.imshow(picture)
+        shown = (board, board), (truth, truth), (predicted.board[case].cpu(), planes)
+        for axis, title, pair in zip(row, titles, shown, strict=True):
+            axis.imshow(game.render_planes(config, *pair))
             axis.set_title(title, fontsize=9)
             axis.axis("off")
     return figure
@@ -619,8 +601,6 @@ def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cas
 
 def draw_calibration(config: StagHuntConfig, data: Dataset, predicted: Prediction):
     """A figure: the predicted values of the cells, by what is truly there"""
-    from matplotlib.figure import Figure
-
     names = [*(f"player {k}" for k in range(config.num_players)), "walls", "stags", "hares"]
     figure = Figure((13, 5.5), layout="tight")
     axes = figure.subplots(2, math.ceil(len(names) / 2), squeeze=False)
@@ -639,8 +619,6 @@ def draw_calibration(config: StagHuntConfig, data: Dataset, predicted: Predictio
 
 def draw_pictures(config, world, held_out: Dataset, rows: list[dict], folders: list[Path], writers, step) -> None:
     """The first ensemble member of each seed, on 4000 transitions: its worst cases, some others, a summary"""
-    from matplotlib.figure import Figure
-
     members = len(world) // len(folders)
     data = Dataset(*(x[:, :4000] for x in held_out))
     predicted = predict_boards(world, *(x.repeat_interleave(members, 0) for x in (data.board, data.joint)))
@@ -722,21 +700,6 @@ def check_run_flags(args) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path):
-    """Keeps other processes out of a run's folder until this one ends, however it ends"""
-    with open(folder / "lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"{folder} is in use by {file.read().strip() or 'another process'}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}\n")
-        file.flush()
-        yield
-
-
-@contextlib.contextmanager
 def stop_requests():
     """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
     asked, before = [], {}
@@ -744,8 +707,7 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -779,7 +741,7 @@ def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS
     for key in keys:
         game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
     for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.isfinite().all()
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
     return saved
 
@@ -795,19 +757,15 @@ def load_args(path: str, saved: dict, **changes) -> Args:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, whatever it is"""
-    lines, steps = path.read_text(errors="replace").splitlines() if path.exists() else [], []
-    for line in lines:
-        steps.append(math.inf)  # broken
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps[-1] = float(json.loads(line)["steps"])
-    keep = 1 + max((number for number, step in enumerate(steps) if step <= last_step), default=-1)
-    for number in range(keep):
-        if steps[number] == math.inf:
-            print(f"{path}: line {number + 1} is broken, it is left out")
-    if keep == 0 < last_step:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
+        except (ValueError, KeyError, TypeError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if step <= last_step]
     Path(f"{path}.part").write_text("".join(kept))
     os.replace(f"{path}.part", path)
 
@@ -815,7 +773,7 @@ def truncate_metrics(path: Path, last_step: int) -> None:
 @contextlib.contextmanager
 def open_run(args, label: str, checkpoint: dict | None, step: int):
     """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
-    where its checkpoint lies, also if that was moved or copied"""
+    where its checkpoint lies, also if that was moved or copied. A lock keeps other processes out, however this ends."""
     seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
@@ -826,31 +784,30 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
     folders[0].mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        held.enter_context(lock_folder(folders[0]))
-        flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
+        lock = held.enter_context(open(folders[0] / "lock", "a+"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
+        held.callback(setattr, threading, "excepthook", before)
+        writers = []
         for folder in folders:
             folder.mkdir(exist_ok=True)
             if not (folder / "args.json").exists():
                 (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
             if checkpoint:
                 truncate_metrics(folder / "metrics.jsonl", step)
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = [SummaryWriter(folder, purge_step=step + 1) for folder in folders]
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        for writer in writers:
-            held.callback(never_fatal("write to TensorBoard")(writer.close))
+            writers.append(SummaryWriter(folder, purge_step=step + 1))
+            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
-                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
         yield folders, writers
-
-
-def load_optimizer(path: str, optimizer: torch.optim.Adam, saved: dict) -> None:
-    try:
-        optimizer.load_state_dict(saved)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def main(args: Args) -> dict[str, float]:
@@ -883,7 +840,7 @@ def main(args: Args) -> dict[str, float]:
     watched = Dataset(*(x[:, :10_000] for x in held_out))
     optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
     if checkpoint:
-        load_optimizer(args.resume, optimizer, checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
         update, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = update < args.num_updates
 
@@ -893,7 +850,8 @@ def main(args: Args) -> dict[str, float]:
         content |= {"seconds": time.time() - started, "folders": [folder.name for folder in folders]}
         names = ["num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial"]
         names += ["height", "width"] if args.wm_head == "pixel" else []
-        must_match = {name: getattr(args, name) for name in ("wm_head", "wm_hidden", "wm_ensemble")}
+        must_match = {"world_model": type(world.network).__name__}
+        must_match |= {"wm_hidden": args.wm_hidden, "wm_ensemble": args.wm_ensemble}
         content["must_match"] = must_match | {name: getattr(config, name) for name in names}  # where it is loaded
         save_checkpoint(folders[0] / name, content)
 
@@ -909,9 +867,8 @@ def main(args: Args) -> dict[str, float]:
                 update = last
                 if not (loss.abs() < 1e6).all():
                     save("checkpoint_bad.pt")
-                    raise FloatingPointError(
-                        f"losses/world_model is {loss.tolist()}; see {folders[0]}/checkpoint_bad.pt"
-                    )
+                    where = f"see {folders[0]}/checkpoint_bad.pt"
+                    raise FloatingPointError(f"losses/world_model is {loss.tolist()}; {where}")
                 rows = measure(world, config, watched)
                 for row, folder, writer, value in zip(rows, folders, writers, loss.tolist(), strict=True):
                     metrics = {"losses/world_model": value} | {f"wm/{name}": x for name, x in row.items()}

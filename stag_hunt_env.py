@@ -690,24 +690,24 @@ RIM = ((-1, -1), (1, 1), (1, -1), (-1, 1), (-1, 0), (1, 0), (0, 1), (0, -1))  # 
 FONT = cache(ImageFont.load_default)
 
 
-def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None, game: int = 0) -> str:
-    """One game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
-    n, shown = config.num_players, one_game(state, game)
+def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None) -> str:
+    """The first game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
+    n, shown = config.num_players, one_game(state)
     marks, planes = [*map(str, range(n)), *"#Sh"], seat_planes(config, shown)
     cells = ["".join(itertools.compress(marks, seen)).center(n + 1) for seen in planes.T]
     rows = ["|".join(["", *row, ""]) for row in np.reshape(cells, (config.height, config.width))]
-    scores = [] if returns is None else [f"{i}: {score:.4g}" for i, score in enumerate(returns[game].tolist())]
+    scores = [] if returns is None else [f"{i}: {score:.4g}" for i, score in enumerate(returns[0].tolist())]
     return "\n".join([*rows, "  ".join([f"t={shown.time}/{config.final_time} ", *scores])])
 
 
-def render_rgb(config, state: State, returns=None, game=0, names=None, hunting=None) -> np.ndarray:
-    """One game as a picture, uint8 [height, width, 3]: the board, and below it the clock and each player's return.
+def render_rgb(config, state: State, returns=None, names=None, hunting=None) -> np.ndarray:
+    """The first game as a picture, uint8 [height, width, 3]: the board, below it the clock and each player's return.
     `names` [N] stand beside the returns. `hunting` [N], actions: who hunts in this step gets a ring."""
-    n, board = config.num_players, _draw_board(config, seat_planes(config, one_game(state, game)), hunting=hunting)
+    n, board = config.num_players, _draw_board(config, seat_planes(config, one_game(state)), hunting=hunting)
     image = Image.new("RGB", (max(board.width, 320), board.height + LINE * (1 + n)), "white")
     image.paste(board)
-    scores, names = torch.zeros(n) if returns is None else returns[game], names or [""] * n
-    lines = [f"t {int(state.time[game])}/{config.final_time}", *(f"{i} {names[i]}  {scores[i]:.4g}" for i in range(n))]
+    scores, names = torch.zeros(n) if returns is None else returns[0], names or [""] * n
+    lines = [f"t {int(state.time[0])}/{config.final_time}", *(f"{i} {names[i]}  {scores[i]:.4g}" for i in range(n))]
     for row, text in enumerate(lines):
         place = 10, board.height + LINE * row + LINE // 2
         ImageDraw.Draw(image).text(place, text, ("black", *COLOURS)[row], FONT(24), "lm", stroke_width=0.5)
@@ -722,9 +722,9 @@ def render_planes(config: StagHuntConfig, planes, values=None) -> np.ndarray:
     return np.array(_draw_board(config, np.maximum(planes, values), values))
 
 
-def one_game(state: State, game: int = 0) -> State:
-    """As plain lists and numbers, without the batch"""
-    return State(*(x[game].tolist() for x in state))
+def one_game(state: State) -> State:
+    """The first game as plain lists and numbers"""
+    return State(*(x[0].tolist() for x in state))
 
 
 def seat_planes(config: StagHuntConfig, game: State) -> np.ndarray:
@@ -973,7 +973,7 @@ def limit_memory() -> None:
 
 def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., dict]) -> dict:
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2."""
-    said, sizes = io.StringIO(), ("num_envs", "num_steps", "policy_hidden", "num_simulations", "num_trees", "num_seeds")
+    said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             args = parse_args(sys.argv[1:])
@@ -999,9 +999,8 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
         words = ("out of memory", "allocate memory", "not enough memory", "overflow")
         if isinstance(error, RuntimeError | TypeError) and not any(word in str(error).lower() for word in words):
             raise
-        names = (*sizes, "wm_ensemble", "num_samples", "goal_dim", "wm_hidden")
-        flags = [f"--{name.replace('_', '-')}" for name in names if hasattr(args, name)]
-        print(f"error: too large for this machine's memory; lower {', '.join(flags)} or the board", file=sys.stderr)
+        what = "lower --num-envs, --num-steps, the number of seeds, samples or trees, the widths or the board"
+        print(f"error: too large for this machine's memory; {what}", file=sys.stderr)
         sys.exit(2)
 
 

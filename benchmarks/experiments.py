@@ -34,6 +34,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import pretrain_world_model
 from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +74,7 @@ class Run:
     script: str = "hopplus_ppo.py"
     then: tuple[str, ...] = ()  # what is done with its checkpoint afterwards
     before: tuple[str, str, str] | None = None  # script, flags, and the flag that takes its checkpoint
-    patch: tuple[str, ...] = ()  # mistakes put into the script, see PATCHES
+    patch: tuple[str, ...] = ()  # edits of the script, see PATCHES
 
 
 def vae(loss: str) -> tuple[str, str, str]:
@@ -164,13 +165,11 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "mixed": Run(f"{SHORT} --critic-data mixed"),
             "mixed, MC": Run(f"{SHORT} --critic-data mixed --gae-lambda 1"),
             "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch=("zero_subgoals",)),
-            "pixel, trusted, actor only": Run(f"{SHORT} --wm-head pixel"),
-            "pixel, mixed, no trust": Run(f"{SHORT} --wm-head pixel {OLD}", patch=("unclipped",)),
+            "pixel, trusted, actor only": Run(SHORT, patch=("pixel",)),
+            "pixel, mixed, no trust": Run(f"{SHORT} {OLD}", patch=("pixel", "unclipped")),
             "brief": Run(BRIEF),
             "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}", patch=("unclipped",)),
-            "pixel, badly": Run(
-                f"{BRIEF} --wm-head pixel {OLD} {BADLY} --pretraining-updates 50", patch=("unclipped",)
-            ),
+            "pixel, badly": Run(f"{BRIEF} {OLD} {BADLY} --pretraining-updates 50", patch=("pixel", "unclipped")),
         },
         [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
     ),
@@ -196,10 +195,11 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
     "4": (
         "Can the world model be trusted?",
         {
-            "pixel": Run(f"{INSIDE} --wm-head pixel", before=world("--wm-head pixel")),
+            "pixel": Run(INSIDE, before=world("--wm-head pixel"), patch=("pixel",)),
             "pixel, weighted": Run(
-                f"{INSIDE} --wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1",
+                INSIDE,
                 before=world("--wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1"),
+                patch=("pixel_weighted",),
             ),
             "structured": Run(INSIDE, before=world("")),
         },
@@ -287,8 +287,8 @@ class ExperimentArgs:
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
     patched: tuple[str, ...] = ()
-    """only run hopplus_ppo.py with these mistakes in it: one_player, zero_subgoals, unclipped, unmasked, all_steps;
-    its flags after --"""
+    """only run hopplus_ppo.py with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, pixel,
+    pixel_weighted; its flags after --"""
 
 
 @dataclasses.dataclass
@@ -297,7 +297,7 @@ class Args(ExperimentArgs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mistakes, as edits of hopplus_ppo.py
+# Mistakes, and what the world model is compared with, as edits of hopplus_ppo.py
 
 
 def one_player(hop) -> None:
@@ -350,19 +350,37 @@ def all_steps(hop) -> None:
     """MOA and q_phi also learn from the steps after a co-player left."""
     opponent_model_losses, masked_mean = hop.opponent_model_losses, hop.masked_mean
 
-    def of_all_steps(args, env, networks, windows, *given):
-        weight = 1 / hop.same_game(windows.done).sum(2)  # [M, T, G, 1]: each game weighs the same
-        weight = weight.expand(*windows.history.shape[:4]).flatten(1)
+    def of_all_steps(args, env, networks, windows, eps, pretraining=False, ahead=0):
+        done = windows.done[:, : windows.done.shape[1] - ahead]
+        weight = 1 / hop.same_game(done).sum(2)  # [M, T, G, 1]: each game weighs the same
+        weight = weight.expand(*done.shape, windows.history.shape[3]).flatten(1)
         hop.masked_mean = lambda x, _: masked_mean(x, weight)
         try:
-            return opponent_model_losses(args, env, networks, windows, *given)
+            return opponent_model_losses(args, env, networks, windows, eps, pretraining, ahead)
         finally:
             hop.masked_mean = masked_mean
 
     hop.opponent_model_losses = of_all_steps
 
 
-PATCHES = {patch.__name__: patch for patch in (one_player, zero_subgoals, unclipped, unmasked, all_steps)}
+def pixel(hop, channel_weights: tuple[float, ...] | None = None) -> None:
+    """The world model predicts every cell and the reward by mean squared error."""
+
+    class PixelWorldModel(pretrain_world_model.PixelWorldModel):
+        def __init__(self, config, args):
+            changes = {"wm_hidden": args.wm_hidden, "wm_channel_weights": channel_weights}
+            super().__init__(config, pretrain_world_model.make_args(**changes))
+
+    hop.WorldModel = PixelWorldModel
+
+
+def pixel_weighted(hop) -> None:
+    """The same; an error in the players' planes counts twice."""
+    pixel(hop, channel_weights=(2, 2, 2, 2, 1, 1, 1))
+
+
+EDITS = (one_player, zero_subgoals, unclipped, unmasked, all_steps, pixel, pixel_weighted)
+PATCHES = {patch.__name__: patch for patch in EDITS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

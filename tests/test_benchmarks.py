@@ -122,6 +122,7 @@ def hop(monkeypatch):
         "predict_step",
         "opponent_model_losses",
         "masked_mean",
+        "WorldModel",
     ):
         monkeypatch.setattr(hopplus_ppo, name, getattr(hopplus_ppo, name))  # put back afterwards
     monkeypatch.setattr(hopplus_ppo.ActionModel, "forward", hopplus_ppo.ActionModel.forward)
@@ -162,7 +163,8 @@ def test_zero_subgoals(hop):
 
 
 def test_unclipped(hop):
-    state = make_state(hop, wm_head="pixel")
+    experiments.pixel(hop)
+    state = make_state(hop)
     transitions = play(hop, state)[0]
     given = state.args, state.env.config, state.networks.world, transitions.board[:, 0], transitions.joint[:, 0]
     with torch.no_grad():
@@ -171,6 +173,24 @@ def test_unclipped(hop):
         raw = hop.predict_step(*given)[1]
     payoffs = state.env.config.payoffs()
     assert torch.equal(clipped, raw.clamp(min(payoffs), max(payoffs))) and not torch.equal(clipped, raw)
+
+
+def test_pixel_world_models(hop, tmp_path):
+    """learn as in pretraining, which they may start from; the script's own world model may not"""
+    weights = (2, 2, 2, 1, 1, 1)
+    changes = {"wm_head": "pixel", "wm_channel_weights": weights, "wm_hidden": 16, "config": TINY["config"]}
+    small = {"num_updates": 2, "num_transitions": 100, "held_out_games": 4, "device": "cpu"}
+    args = pretrain_world_model.make_args(**changes, **small, run_dir=str(tmp_path / "before"))
+    checkpoint = pretrain_world_model.main(args)["checkpoint"]
+    flags = {**TINY, "imagination_horizon": 2, "run_dir": str(tmp_path / "runs"), "world_model_checkpoint": checkpoint}
+    args = hop.make_args("hopplus", "cpu", **flags)
+    with pytest.raises(ValueError, match=r"world_model PixelWorldModel \(asked for: WorldModel\)"):
+        hop.main(args)
+    experiments.pixel(hop, weights)
+    final = hop.main(args)
+    assert math.isfinite(final["losses/world_model"]) and final["imagined/samples"] > 0
+    world = torch.load(final["checkpoint"], weights_only=True)["states"][0]["networks"]["world"]
+    assert world.keys() == pretrain_world_model.load_checkpoint(checkpoint)["networks"]["world"].keys()
 
 
 def test_unmasked_and_all_steps(hop):

@@ -20,6 +20,7 @@ from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read
 from torch import nn
 
 import hopplus_ppo as hop
+import pretrain_world_model as wm
 from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def network_cases():
     entities, walls, legal = (x[:, :, 0] for x in views(state, steps))
     inputs = hop.policy_inputs(args, entities, walls, clock[:, :4], steps.last_joint, belief.goals)
     features = state.networks.policy(inputs, method="features").detach()
-    pixel = functools.partial(hop.PixelWorldModel, config, args)
+    pixel = functools.partial(wm.PixelWorldModel, config, wm.make_args(wm_hidden=16))
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
     prior = functools.partial(hop.SubgoalPrior, config, args)
@@ -639,6 +640,55 @@ def test_hindsight_subgoals_by_brute_force(selection):
         assert torch.equal(ours[i, t, g, j], prior[i, expected, g, j]), (i, t, g, j)
         chosen_ahead += expected > t + 1
     assert chosen_ahead > 10
+
+
+def test_hindsight_looks_into_the_next_rollout():
+    """A game that goes on there is labelled as if the window were longer; other games do not count."""
+    m, steps, games, k, d = 1, 12, 40, 2, 4
+    args = make_args(subgoal_horizon=3)
+    done, present, number = random_games(m, steps, games, k, seed=4)
+    env, fields = StagHuntEnv(TINY_CONFIG, 1), dict.fromkeys(hop.Transitions._fields, done)
+    goals, prior = torch.randn(m, steps, games, k, d), torch.randn(m, steps, games, k, 2 * d)
+    find = functools.partial(hop.hindsight_goals, args, env, None, "final")
+    whole = find(hop.Transitions(**fields), goals, prior, present, done)
+    first = hop.Transitions(**{name: x[:, :6] for name, x in fields.items()})
+    assert torch.equal(find(first, goals[:, :6], prior, present, done), whole[:, :6])
+    alone = find(first, goals[:, :6], prior[:, :6], present[:, :6], done[:, :6])
+    differs = (alone != whole[:, :6]).any(4)  # [M, T, G, K]
+    goes_on = torch.tensor(number[:, :6] == number[:, 6:7])[..., None] & present[:, 6:7]
+    assert torch.equal(differs, goes_on & present[:, :6]) and differs.sum() > 10
+
+
+@pytest.mark.parametrize("pushed", [1, 2, 3, 5])
+def test_windows_of_two_rollouts_are_one_after_the_other(pushed):
+    """Where none follows yet, nothing that comes there belongs to the same game"""
+    replay = hop.Replay(3, 3, CPU)
+    for rollout in numbered(pushed):
+        replay.push(rollout)
+    windows = replay.sample(200, 2)
+    value, last = windows.reward.int(), windows.done[:, 7]  # [M, 16, 200], [M, 200]
+    assert (value[:, :8] - value[:, :1] == 10 * torch.arange(8).view(1, 8, 1)).all() and value.shape == (3, 16, 200)
+    follows = value[:, 8] - value[:, 0] == 1000
+    assert torch.equal(last, ~follows) and torch.equal(last, value[:, 0] // 1000 == pushed - 1)
+    assert not windows.done[:, :7].any() and not windows.done[:, 8:].any() and (pushed == 1 or follows.any())
+
+
+@pytest.mark.parametrize("data", ["present", "rewarded"])
+def test_a_game_that_outlasts_the_rollout_counts_as_it_ends(data):
+    """Losses of 7 steps with the 7 that follow are those of a rollout that was cut after 14."""
+    state = make_state("ppo-omg", num_envs=32, subgoal_selection="final", moa_data=data)
+    w, _, _ = play(state, 14)
+    cut = hop.Transitions(*(x[:, :7] for x in w))
+    torch.manual_seed(5)
+    ahead = hop.opponent_model_losses(state.args, state.env, state.networks, w, 0.0, False, 7)
+    without = model_losses(state, cut)
+    assert (ahead["kl"] != without["kl"]).all()
+    assert torch.equal(ahead["moa"], without["moa"]) == (data == "present")
+    ended = cut._replace(done=cut.done.index_fill(1, torch.tensor([6]), True))
+    follows = hop.Transitions(*(torch.cat([x, y[:, 7:]], 1) for x, y in zip(ended, w, strict=True)))
+    torch.manual_seed(5)
+    other_games = hop.opponent_model_losses(state.args, state.env, state.networks, follows, 0.0, False, 7)
+    torch.testing.assert_close(other_games["kl"], without["kl"])
 
 
 def model_losses(state, windows, eps=0.0, **changes):

@@ -136,7 +136,7 @@ def test_imagined_games_follow_the_rules_and_end(limit):
 
 
 def test_prosocial_games_are_imagined_to_their_end():
-    state = make_state(config=dataclasses.replace(TINY_CONFIG, prosocial=True), wm_head="pixel", num_envs=12)
+    state = make_state(config=dataclasses.replace(TINY_CONFIG, prosocial=True), num_envs=12)
     start, mask = starts(state)
     world = TrueWorld(state.env, start.prey_position)
     dream = imagined(state, start, mask, world)
@@ -239,8 +239,8 @@ def test_subgoals_are_borrowed_only_if_there_are_any():
 
 @pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])
 def test_imagined_rewards_are_clipped_to_the_payoffs(sign, bound):
-    state = make_state(wm_head="pixel")
-    state.networks.world.params["layers.6.bias"].data[:, -1] = sign * 1e4
+    state = make_state()
+    state.networks.world.network.payoffs.fill_(sign * 1e4)
     start, mask = starts(state)
     assert (imagined(state, start, mask)["reward"] == bound).all()
 

@@ -89,7 +89,7 @@ def test_what_a_run_leaves_behind(method, runs):
             assert [x.step for x in scalar] == [32, 64, 96]
             assert value is None or scalar[2].value == pytest.approx(value, rel=1e-5), name
         assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
-        images = {"ppo": [], "ppo-omg": ["moa/confusion"], "hopplus": ["moa/confusion", "wm/prediction"]}[method]
+        images = {"ppo": [], "ppo-omg": ["moa/confusion"], "hopplus": ["moa/confusion"]}[method]
         assert sorted(events.Tags()["images"]) == images
         assert "hyperparameters/text_summary" in events.Tags()["tensors"]
         hparams = events.PluginTagToContent("hparams")
@@ -127,10 +127,9 @@ VARIANTS = {
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,nearest_stag"},
     "posterior": {"subgoals": "posterior", "seats": "learner,mixed,nearest_stag", "redraw": "never"},
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
-    "pixel": {"wm_head": "pixel", "wm_channel_weights": (2.0, 2.0, 2.0, 1.0, 1.0, 1.0)},
     "ensemble": {"wm_ensemble": 2},
     "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
-    "prosocial": {"wm_head": "pixel", "config": dataclasses.replace(TINY_CONFIG, prosocial=True)},
+    "prosocial": {"method": "ppo-omg", "config": dataclasses.replace(TINY_CONFIG, prosocial=True)},
     "clock": {"config": dataclasses.replace(TINY_CONFIG, time_reward=-0.01), "num_envs": 16, "total_timesteps": 512},
     "walls": {"config": dataclasses.replace(TINY_CONFIG, height=5, width=4, max_wall_pieces=2)},
     "strengths": {"config": dataclasses.replace(TINY_CONFIG, strengths=(1.0, 2.0, 3.0))},
@@ -179,7 +178,7 @@ def test_pretraining_keeps_what_a_captured_graph_writes_over(tmp_path, monkeypat
     assert same_tree(*found)
 
 
-@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "wm_head": "pixel"}])
+@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete"}])
 def test_bfloat16_stays_inside(changes, tmp_path, monkeypatch):
     """What acts and imagines in it hands on the same types as without."""
     found = []
@@ -233,9 +232,7 @@ def test_checkpoints_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
     assert done == ["save", "save", "draw", "save", "save", "draw"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"goal_kind": "discrete", "wm_head": "pixel", "seats": "learner,mixed,learner"}]
-)
+@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "seats": "learner,mixed,learner"}])
 def test_no_cast_depends_on_the_machine(changes, tmp_path):
     with NoNonFiniteCasts() as seen:
         run(tmp_path, total_timesteps=32, **changes)
@@ -389,7 +386,7 @@ REFUSED_FILES = [
     ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
     ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-7'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-6'"),
+    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-7'"),
 ]
 
 
@@ -408,7 +405,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     weights = saved["states"][0]["networks"]
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
-    for name, form, networks in (("vae", "subgoals-7", vae), ("world", "world-model-6", {"world": pick["world"]})):
+    for name, form, networks in (("vae", "subgoals-7", vae), ("world", "world-model-7", {"world": pick["world"]})):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
         hop.save_checkpoint(tmp_path / f"{name}.pt", content)
     started, train_iteration = [], hop.train_iteration
@@ -445,11 +442,9 @@ def test_defaults_follow_method_and_device(monkeypatch):
     assert (omg.subgoals, omg.imagination, omg.inter_episode_belief) == ("inferred", False, True)
     assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
     assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
-    words = (
-        "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --wm-channel-weights 1 2 --seed 5"
-    )
-    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "wm_channel_weights": (1.0, 2.0), "seed": 5}
-    expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8)
+    words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --strengths 1 2 3 4 --seed 5"
+    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5}
+    expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8, strengths=(1.0, 2.0, 3.0, 4.0))
     assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
     with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
         hop.make_args("dqn")
@@ -523,10 +518,7 @@ BAD_FLAGS = [
     ("--redraw sometimes", "--redraw must be game, never or a probability"),
     ("--subgoals oracle --goal-dim 3", "--subgoals oracle needs --goal-dim > 3"),
     ("--goal-kind discrete --goal-dim 1", "--goal-kind discrete needs --goal-dim 2"),
-    ("--wm-channel-weights 1 1 1 1 1 1 1", "--wm-channel-weights belongs to --wm-head pixel"),
-    ("--wm-head pixel --wm-channel-weights 1 2", "--wm-channel-weights needs 7 numbers"),
-    ("--wm-head pixel --wm-channel-weights 1 1 1 1 1 1 -1", "--wm-channel-weights must be numbers >= 0"),
-    ("--prosocial", "--wm-head pixel"),
+    ("--prosocial", "--no-imagination"),
     ("--share-parameters --strengths 1 2 3 4", "--share-parameters needs equal --strengths"),
     ("--strengths 1 2", "--strengths must be 4 positive numbers"),
     ("--height 2 --width 2", "too little room"),
