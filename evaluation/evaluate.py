@@ -11,7 +11,8 @@ checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; who se
 `Args`, `GROUPS`, `make_args`, `validate`, `load_checkpoint`, `make_train_state`, `TrainState`, `Networks`, `rollout`,
 `capture`; for `adapt.py` also `imagine`, `make_ppo_batch`, `real_samples`, `ppo_update`, `opponent_model_losses`,
 `train_opponent_models`, `measure_horizon`, `moa_metrics`, `train_iteration`, `make_optimizer`, `Transitions`,
-`Replay`, `history_decay`, `add_event`.
+`Replay`, `history_decay`, `add_event`; for `inspect.py` also `entity_views`, `infer_opponents`, `predict_actions`,
+`evaluate_policy`, `imagine`, `predict_step`, `goal_noise`, `goal_mean`, `history_decay`.
 """
 
 import csv
@@ -30,13 +31,13 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 
 ROOT = Path(game.__file__).resolve().parent
-CONTRACT, FOR_ADAPT = (re.findall(r"`(\w+)`", part) for part in __doc__.split("must keep:")[1].split("for `adapt.py`"))
+PARTS = re.split(r"for `\w+\.py`", __doc__.split("must keep:")[1])
+CONTRACT, FOR_ADAPT, FOR_INSPECT = (re.findall(r"`(\w+)`", part) for part in PARTS)
 
 
 class Run(NamedTuple):
@@ -177,6 +178,8 @@ def play_games(run: Run, state, each: int) -> dict[str, np.ndarray]:
 
 def interval(values) -> tuple[float, float]:
     """Mean and half width of its 95 % interval (Student's t)"""
+    from scipy import stats  # takes a second to import
+
     values = np.asarray(values, np.float64)
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
     return float(values.mean()), float(half)
