@@ -25,9 +25,9 @@ from subgoals import PREY, prey_taken
 TEMPLATE = Path(__file__).resolve().parent / "inspect.html"
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
-GOAL_DRAWS = 32  # subgoals over which MOA's prediction is averaged
-PROBE_PLACES, PROBE_STEPS = 48, 200  # places at which games are played to fit the probe, steps of the fit
-ROWS, CELLS = 8192, 3_000_000  # imagined at a time; in all, if nobody says how many samples
+GOAL_DRAWS = 16  # subgoals over which MOA's prediction is averaged
+PROBE_PLACES, PROBE_STEPS = 32, 200  # places at which games are played to fit the probe, steps of the fit
+ROWS, CELLS = 8192, 4_000_000  # imagined at a time; in all, if nobody says how many samples
 DIGITS = 5  # of the numbers in the page
 
 
@@ -61,14 +61,10 @@ def parse_args(words: list[str]) -> Args:
 # ---- Games
 
 
-class Enough(Exception):
-    """Raised to leave a function of the script early"""
-
-
 @contextlib.contextmanager
 def replaced(script, name: str, function):
     """The script calls `function` in place of its own"""
-    own = getattr(script, name)
+    own = getattr(script, name, None)
     setattr(script, name, function)
     try:
         yield
@@ -99,22 +95,20 @@ def record_games(run, state, games: list[int]) -> tuple[NamedTuple, dict, dict]:
     searches found [M, T, E, ...]"""
     script, env, seats, plans, steps = run.script, state.env, state.seats, [], []
     searches = getattr(state.args, "planner", "none") != "none"
-    plan_actions = getattr(script, "plan_actions", None)
+    plan_actions = getattr(script, "plan_actions", None)  # only of a script that can search
 
     def keep_plan(*given):
         plans.append(plan_actions(*given))
         return plans[-1]
 
     def visible(env_state, returns):
-        fields = ("position", "present", "prey_position", "prey_alive", "walls", "time")
-        return {name: getattr(env_state, name).clone() for name in fields} | {"returns": returns.clone()}
+        return game.copy_state(env_state)._asdict() | {"returns": returns.clone()}
 
-    played = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
-    needed = torch.tensor(games, device=env.device)
+    ended = torch.zeros(env.num_envs, dtype=torch.int64)
     nobody = torch.zeros(*seats.learner_seat.shape, game.NUM_ACTIONS, device=env.device)
     first_seat = int(seats.learner_seat[0, 0])
-    with replaced(script, "plan_actions", keep_plan) if searches else contextlib.nullcontext():
-        while (played < needed).any():
+    with replaced(script, "plan_actions", keep_plan):
+        while (ended < torch.tensor(games)).any():
             seen = visible(env.state, env.episode_return) | {"kinds": seats.kinds.clone()}
             rule_based = seats.action_probs(env.state, nobody)
             history = state.rollout_state["history"].clone()[:, None]
@@ -127,7 +121,7 @@ def record_games(run, state, games: list[int]) -> tuple[NamedTuple, dict, dict]:
             seen["done"] = episodes["done"][0]
             final = {f"final_{name}": x for name, x in visible(env.final_state, env.final_return).items()}
             steps.append((transitions._replace(history=history), seen | final, found))
-            played += seen["done"]
+            ended += seen["done"].cpu()
     transitions, seen, found = zip(*steps, strict=True)
     whole = type(transitions[0])(*(torch.cat(field, 1) for field in zip(*transitions, strict=True)))
     return whole, run.script.stack_steps(seen, 0), run.script.stack_steps(found)
@@ -151,7 +145,8 @@ def expected_actions(run, state, belief, clock) -> torch.Tensor:
     rows, or over the categories"""
     script, args, params = run.script, state.args, belief.params
     if args.subgoals in (*GIVEN, "actions"):  # what MOA reads is known
-        return script.predict_actions(args, state.networks, belief, clock, torch.zeros_like(params)).exp()
+        no_noise = torch.zeros(*params.shape[:2], args.goal_dim, device=params.device)
+        return script.predict_actions(args, state.networks, belief, clock, no_noise).exp()
     if args.goal_kind == "discrete":
         noise = 1e4 * torch.eye(args.goal_dim, device=params.device)  # each category in turn
         weights = script.goal_mean(args.goal_kind, params).unflatten(1, (clock.shape[1], -1)).unbind(-1)
@@ -239,8 +234,8 @@ def read_minds(run, state, transitions, probe) -> dict[str, torch.Tensor]:
 # ---- The next steps
 
 
-def game_rules(env, board, joint, prey_position):
-    """What predict_step returns, by the game's own rules. board [M, n, C, H, W], joint [M, n, N], prey [M, n, P]"""
+def game_rules(env, board, joint, prey_position) -> torch.Tensor:
+    """The next board by the game's own rules. board [M, n, C, H, W], joint action [M, n, N], prey [M, n, P]"""
     config, n, planes = env.config, env.config.num_players, board.flatten(0, 1).flatten(2)
     prey = prey_position.flatten(0, 1).long()
     stags, hares = prey.split([config.num_stags, config.num_hares], 1)
@@ -248,48 +243,49 @@ def game_rules(env, board, joint, prey_position):
     players, walls = planes[:, :n], planes[:, n].contiguous()
     clock = torch.zeros(len(planes), dtype=torch.int32, device=env.device)
     state = game.State(players.argmax(2).int(), players.amax(2) > 0, prey.int(), alive, walls, clock, clock - 1)
-    after, reward, _, _ = env.transition(state, joint.flatten(0, 1).long())
-    reward = reward[:, 0].view(board.shape[:2])
-    return env.observe(after)[:, 0].view_as(board), reward, torch.zeros_like(reward, dtype=torch.bool)
+    after, _, _, _ = env.transition(state, joint.flatten(0, 1))
+    return env.observe(after)[:, 0].view_as(board)
 
 
 @torch.no_grad()
-def look_ahead(run, state, transitions, steps_ahead: int, samples: int | None) -> tuple[torch.Tensor, int]:
-    """Rolls MOA and the world model (if there is none: the game's rules) forward by the script's `imagine`. -> how many
-    samples see each player on each cell (the last one: gone) [M, T, E, steps, N, H*W + 1] in ego order; samples"""
-    script, env, config, m = run.script, state.env, state.env.config, len(transitions.time)
-    args = dataclasses.replace(state.args, imagination_horizon=steps_ahead, imagined_goals="current")
+def look_ahead(run, state, transitions, shown, steps_ahead: int, samples: int | None) -> tuple[torch.Tensor, int]:
+    """Rolls MOA and the world model (if there is none: the game's rules) forward from the steps shown, bool [T, B]. A
+    sample draws the co-players' subgoals once and keeps them, as a search does. -> how many samples see each player on
+    each cell (the last one: gone) [M, T, E, steps, N, H*W + 1] in ego order; samples"""
+    script, args, env, networks, config = run.script, state.args, state.env, state.networks, state.env.config
     flat = type(transitions)(*(x.flatten(1, 2) for x in transitions))
-    present = flat.board[:, :, 0].flatten(2).amax(2) > 0  # [M, T*E]
-    order = present.byte().argsort(dim=1, descending=True, stable=True)[:, : int(present.sum(1).max())]
+    present = flat.board[:, :, 0].flatten(2).amax(2) > 0
+    asked = present & state.seats.per_learner(shown.T).mT.flatten(1)  # [M, T*E]
+    order = asked.byte().argsort(dim=1, descending=True, stable=True)[:, : int(asked.sum(1).max())]  # [M, n]
     if samples is None:
-        affordable = CELLS // (order.numel() * steps_ahead * config.num_cells)
+        affordable = CELLS // (order.numel() * steps_ahead * (config.num_cells + 32))
         samples = 128 if env.device.type == "cuda" else min(128, max(16, 1 << max(1, affordable).bit_length() - 1))
-    shape = (*present.shape, steps_ahead, config.num_players, config.num_cells + 1)
-    counts = torch.zeros(shape, dtype=torch.int32, device=env.device)
-    learner = torch.arange(m, device=env.device)[:, None]
-    horizon = torch.full((m,), steps_ahead, device=env.device)
-    predict_step, boards = script.predict_step, []
-    for rows in order.split(max(1, ROWS // samples // m), 1):
+    counts_shape = (*asked.shape, steps_ahead, config.num_players, config.num_cells + 1)
+    counts = torch.zeros(counts_shape, dtype=torch.int32, device=env.device)
+    learner = torch.arange(len(order), device=env.device)[:, None]
+    for rows in order.split(max(1, ROWS // samples // len(order)), 1):
         start = type(flat)(*(x[learner, rows].repeat_interleave(samples, 1) for x in flat))
-
-        def keep_board(args, config, world, board, joint, prey_position=start.prey_position):
-            if world is None:
-                found = game_rules(env, board, joint, prey_position)
+        board, last_joint = start.board, start.last_joint.long()
+        clock, views, belief = infer(run, state, start, start.history)
+        noise = script.goal_noise(args, *belief.params.shape[:2], device=env.device)
+        for step in range(steps_ahead):
+            own = script.evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)[2]
+            others = script.predict_actions(args, networks, belief, clock, noise)
+            last_joint = game.sample(torch.cat([own[:, :, None], others], 2).exp())
+            if networks.world is None:
+                board = game_rules(env, board, last_joint, start.prey_position)
             else:
-                found = predict_step(args, config, world, board, joint)
-            boards.append(found[0])
-            if len(boards) == steps_ahead:
-                raise Enough  # nobody asks for the value of the last board
-            return found
-
-        boards.clear()
-        with replaced(script, "predict_step", keep_board), contextlib.suppress(Enough):
-            script.imagine(args, env, state.networks, start, torch.ones_like(start.done), horizon)
-        players = torch.stack(boards, 2).flatten(4)[:, :, :, : config.num_players]  # [M, n, steps, N, H*W]
-        gone = (players.amax(4, keepdim=True) == 0).to(players.dtype)
-        seen = torch.cat([players, gone], 4).unflatten(1, (-1, samples))
-        counts[learner, rows] = seen.sum(2, dtype=torch.int32)
+                board = script.predict_step(args, config, networks.world, board, last_joint)[0]
+            players = board[:, :, : config.num_players].flatten(3)
+            gone = (players.amax(3, keepdim=True) == 0).to(players.dtype)
+            seen = torch.cat([players, gone], 3).unflatten(1, (-1, samples))
+            counts[learner, rows, step] = seen.sum(2, dtype=torch.int32)
+            clock = clock + 1 / config.final_time
+            views = script.entity_views(args, env, board, start.prey_position)
+            entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
+            belief = belief._replace(entities=entities, walls=walls, legal=legal)
+            if args.subgoals == "actions":
+                belief = script.infer_opponents(args, env, networks, views, clock, start.history, start.oracle_id)
     return counts.unflatten(1, transitions.time.shape[1:]), samples
 
 
@@ -387,7 +383,8 @@ def inspect_run(run, seats: str | None, games=8, places=2, steps_ahead=4, sample
     if getattr(args, "planner", "none") != "none":
         data["search"] = {"planner": args.planner, "simulations": args.num_simulations, "trees": args.num_trees}
     if networks.moa is not None:
-        minds["ahead"], samples = look_ahead(run, state, transitions, steps_ahead, samples)
+        shown = seen["done"].cumsum(0) - seen["done"].long() < torch.tensor(wanted, device=state.env.device)
+        minds["ahead"], samples = look_ahead(run, state, transitions, shown, steps_ahead, samples)
         model = "the game's own rules" if networks.world is None else "its world model"
         data["ahead"] = {"steps": steps_ahead, "samples": samples, "model": model}
     minds = {name: by_seat(state, name, x) for name, x in minds.items()}
