@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).resolve().parent / "inspect.html"
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 GOAL_DRAWS = 16  # subgoals over which MOA's prediction is averaged
-PROBE_PLACES, PROBE_STEPS = 32, 200  # places at which games are played to fit the probe, steps of the fit
+PROBE_PLACES, PROBE_STEPS, FIT_STEPS = 32, 40, 200  # games for the probe: where, how long; and steps of its fit
 ROWS, CELLS = 8192, 4_000_000  # imagined at a time; in all, if nobody says how many samples
 DIGITS = 5  # of the numbers in the page
 
@@ -195,7 +195,7 @@ def fit_probe(run, table: list[str], seed: int) -> torch.Tensor:
     acts_by_policy = hasattr(run.args, "planner") and run.args.subgoals == "inferred"  # else it has no q_phi then
     changes = {"planner": "none"} if acts_by_policy else {}
     state = seat_learners(run, table, seed + 1000, num_envs=PROBE_PLACES, **changes)
-    transitions, _, _ = play(run, state, max(40, run.args.config.final_time))
+    transitions, _, _ = play(run, state, max(PROBE_STEPS, run.args.config.final_time))
     taken, finished, _ = prey_taken(transitions)
     steps = type(transitions)(*(x.flatten(1, 2) for x in transitions))
     _, _, belief = infer(run, state, steps, steps.history.float())
@@ -206,7 +206,7 @@ def fit_probe(run, table: list[str], seed: int) -> torch.Tensor:
     ridge = 1e-5 * torch.eye(x.shape[2], device=x.device)
     step = torch.linalg.inv(0.5 * weighted @ x + ridge)  # from a bound of the curvature: never too long (Boehning 1992)
     probe = torch.zeros(*x.shape[::2], len(PREY), device=x.device)
-    for _ in range(PROBE_STEPS):
+    for _ in range(FIT_STEPS):
         probe -= step @ (weighted @ ((x @ probe).softmax(-1) - labels) + ridge @ probe)
     return probe
 
