@@ -26,8 +26,8 @@ TEMPLATE = Path(__file__).resolve().parent / "inspect.html"
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 GOAL_DRAWS = 16  # subgoals over which MOA's prediction is averaged
-PROBE_PLACES, PROBE_STEPS, FIT_STEPS = 32, 40, 200  # games for the probe: where, how long; and steps of its fit
-ROWS, CELLS = 8192, 4_000_000  # imagined at a time; in all, if nobody says how many samples
+PROBE_PLACES, PROBE_STEPS, FIT_STEPS = 24, 40, 200  # games for the probe: where, how long; and steps of its fit
+ROWS, CELLS = 8192, 3_000_000  # imagined at a time; in all, if nobody says how many samples
 DIGITS = 5  # of the numbers in the page
 
 
@@ -72,6 +72,17 @@ def replaced(script, name: str, function):
         setattr(script, name, own)
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Small tensors: more threads cost more than they bring, on busy machines ten times the time"""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def seat_learners(run, table: list[str], seed: int, **changes):
     """A TrainState with the checkpoint's learners in the seats of `table`. Nothing is trained here, and making an
     optimizer would take a second."""
@@ -88,6 +99,7 @@ def read_search(script, args, found: tuple) -> dict[str, torch.Tensor]:
     return {"visits": visits.view_as(played), "q": q.view_as(played), "played": played, "search": stats}
 
 
+@one_thread()
 @torch.no_grad()
 def record_games(run, state, games: list[int]) -> tuple[NamedTuple, dict, dict]:
     """Plays until `games` [B] have ended at each place. -> the script's Transitions [M, T, E, ...], with histories in
@@ -188,6 +200,7 @@ def goal_probs(run, state, steps, belief, probe) -> torch.Tensor | None:
     return goals.unflatten(1, belief.present.shape[1:])
 
 
+@one_thread()
 @torch.no_grad()
 def fit_probe(run, table: list[str], seed: int) -> torch.Tensor:
     """Logistic regression for each learner, on games of their own: g_j -> which prey j takes in this game. Those who
@@ -211,6 +224,7 @@ def fit_probe(run, table: list[str], seed: int) -> torch.Tensor:
     return probe
 
 
+@one_thread()
 @torch.no_grad()
 def read_minds(run, state, transitions, probe) -> dict[str, torch.Tensor]:
     """What each learner thought before each step, each [M, T, E, ...]. `without`: the goals if nothing had been carried
@@ -264,9 +278,14 @@ def look_ahead(run, state, transitions, shown, steps_ahead: int, samples: int | 
     counts = torch.zeros(counts_shape, dtype=torch.int32, device=env.device)
     learner = torch.arange(len(order), device=env.device)[:, None]
     for rows in order.split(max(1, ROWS // samples // len(order)), 1):
-        start = type(flat)(*(x[learner, rows].repeat_interleave(samples, 1) for x in flat))
-        board, last_joint = start.board, start.last_joint.long()
+
+        def repeat(x, n=rows.shape[1]):  # [M, n * k, ...] -> [M, n * samples * k, ...]
+            return x.unflatten(1, (n, -1)).repeat_interleave(samples, 1).flatten(1, 2)
+
+        start = type(flat)(*(x[learner, rows] for x in flat))
         clock, views, belief = infer(run, state, start, start.history)
+        start, belief = (type(fields)(*map(repeat, fields)) for fields in (start, belief))
+        clock, views, board, last_joint = repeat(clock), [*map(repeat, views)], start.board, start.last_joint.long()
         noise = script.goal_noise(args, *belief.params.shape[:2], device=env.device)
         for step in range(steps_ahead):
             own = script.evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)[2]

@@ -361,7 +361,7 @@ def test_the_probe_finds_what_is_there(load, monkeypatch):
             _, _, belief = inspector.infer(run, state, steps, steps.history.float())
             goals = belief.params[..., :4]
             first = goals[..., 0].view(3, *transitions.time.shape[1:], 2).roll(shift, 2)
-            taken = 1 + (first > first.median()).long()
+            taken = 1 + (first > first.flatten(1).median(1).values[:, None, None, None]).long()
             found["goals"], found["taken"] = goals, taken.flatten(1)
             return taken, torch.ones_like(transitions.done), None
 
