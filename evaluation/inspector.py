@@ -365,7 +365,7 @@ def mind_data(position: np.ndarray, minds: dict[str, np.ndarray], seat: int) -> 
 
 def plain(x):
     """Arrays as nested lists; numbers with as few digits as the page needs"""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | np.generic):
         x = x.tolist()
     if isinstance(x, dict):
         return {name: plain(entry) for name, entry in x.items()}
@@ -374,7 +374,7 @@ def plain(x):
     if isinstance(x, float):
         x = round(x, DIGITS)
         return int(x) if x == int(x) else x
-    return x.item() if isinstance(x, np.generic) else x
+    return x
 
 
 def inspect_run(run, seats: str | None, games=8, places=2, steps_ahead=4, samples=None, seed=1) -> dict:
