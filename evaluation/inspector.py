@@ -154,11 +154,8 @@ def infer(run, state, steps, history):
 
 def expected_actions(run, state, belief, clock) -> torch.Tensor:
     """MOA's probabilities [M, n, K, 7], averaged over the co-players' subgoals: over draws of them, the same in all
-    rows, or over the categories"""
+    rows, or over the categories. Where MOA reads what is known, the draws make no difference."""
     script, args, params = run.script, state.args, belief.params
-    if args.subgoals in (*GIVEN, "actions"):  # what MOA reads is known
-        no_noise = torch.zeros(*params.shape[:2], args.goal_dim, device=params.device)
-        return script.predict_actions(args, state.networks, belief, clock, no_noise).exp()
     if args.goal_kind == "discrete":
         noise = 1e4 * torch.eye(args.goal_dim, device=params.device)  # each category in turn
         weights = script.goal_mean(args.goal_kind, params).unflatten(1, (clock.shape[1], -1)).unbind(-1)

@@ -132,7 +132,7 @@ def watch(run, places: int, seed: int, num_steps: int):
         )
         about = torch.stack([known.roll(-i, 1)[:, 1:] for i in range(config.num_players)], 1)  # [B, N, K, P]
         oracle = torch.nn.functional.pad(mine(about), (0, args.goal_dim - about.shape[3]))
-        thought = {"kinds": seats.kinds.clone(), "state": before, "history": history, "oracle": mine(about)}
+        thought = {"returns": env.episode_return.clone(), "state": before, "history": history, "oracle": mine(about)}
         views = script.entity_views(args, env, board, prey)
         goals = oracle.flatten(2) if args.subgoals in ("oracle", "posterior") else oracle[..., :0].flatten(2)
         if networks.inference is not None:
@@ -147,7 +147,7 @@ def watch(run, places: int, seed: int, num_steps: int):
             "actions": taken[-1],
             "plan": plans[-1] if plans else None,
         }
-        steps.append(thought | {"returns": env.final_return.clone(), "network": networks, "args": args, "env": env})
+        steps.append(thought | {"network": networks, "args": args, "env": env})
     if plan is not None:
         script.plan_actions = plan
     return sitting, steps
@@ -207,6 +207,7 @@ def test_the_numbers_are_the_script_s(case, load, look):
         assert shown["position"][t] == cells and shown["alive"][t] == state.prey_alive[place].int().tolist()
         assert shown["prey"] == state.prey_position[place].tolist()
         assert shown["actions"][t] == step["actions"][place].tolist()
+        close(shown["returns"][t], step["returns"][place])
         for i, mind in shown["minds"].items():
             row = (0, sitting.index(i) * places + place) if run.args.share_parameters else (sitting.index(i), place)
             if cells[i] < 0:
