@@ -27,7 +27,7 @@ GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 GOAL_DRAWS = 16  # subgoals over which MOA's prediction is averaged
 PROBE_PLACES, PROBE_STEPS, FIT_STEPS = 24, 40, 200  # games for the probe: where, how long; and steps of its fit
-ROWS, CELLS = 8192, 3_000_000  # imagined at a time; in all, if nobody says how many samples
+ROWS, CELLS = 8192, 3_500_000  # imagined at a time; in all, if nobody says how many samples
 DIGITS = 5  # of the numbers in the page
 
 
@@ -42,7 +42,7 @@ class InspectFlags:
     steps_ahead: game.Count = 4
     """how far the models are rolled forward from each step"""
     samples: game.Count | None = None
-    """how often (None: 128 on a GPU; on a CPU 16 to 128, so that it takes a few seconds)"""
+    """how often (None: 128 on a GPU; on a CPU 8 to 128, so that it takes a few seconds)"""
     out: str | None = None
     """the file to write (None: inspect_<seats>.html beside the checkpoint)"""
 
@@ -270,7 +270,7 @@ def look_ahead(run, state, transitions, shown, steps_ahead: int, samples: int | 
     order = asked.byte().argsort(dim=1, descending=True, stable=True)[:, : int(asked.sum(1).max())]  # [M, n]
     if samples is None:
         affordable = CELLS // (order.numel() * steps_ahead * (config.num_cells + 32))
-        samples = 128 if env.device.type == "cuda" else min(128, max(16, 1 << max(1, affordable).bit_length() - 1))
+        samples = 128 if env.device.type == "cuda" else min(128, max(8, 1 << max(1, affordable).bit_length() - 1))
     counts_shape = (*asked.shape, steps_ahead, config.num_players, config.num_cells + 1)
     counts = torch.zeros(counts_shape, dtype=torch.int32, device=env.device)
     learner = torch.arange(len(order), device=env.device)[:, None]
@@ -397,7 +397,8 @@ def inspect_run(run, seats: str | None, games=8, places=2, steps_ahead=4, sample
     data["carried"] = run.script.history_decay(args) if "memory" in minds else 0
     data["search"] = data["ahead"] = None
     if getattr(args, "planner", "none") != "none":
-        data["search"] = {"planner": args.planner, "simulations": args.num_simulations, "trees": args.num_trees}
+        simulations = game.NUM_ACTIONS if args.planner == "one-step" else args.num_simulations
+        data["search"] = {"planner": args.planner, "simulations": simulations, "trees": args.num_trees}
     if networks.moa is not None:
         shown = seen["done"].cumsum(0) - seen["done"].long() < torch.tensor(wanted, device=state.env.device)
         minds["ahead"], samples = look_ahead(run, state, transitions, shown, steps_ahead, samples)
