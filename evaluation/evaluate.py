@@ -2,6 +2,7 @@
 
     python evaluation/evaluate.py runs/RUN                                   # in the seats of the training
     python evaluation/evaluate.py runs/RUN --seats learner,nearest_stag,nearest_hare,random
+    python evaluation/evaluate.py runs/RUN --inspect                         # and a page that shows what they think
     python evaluation/evaluate.py runs/RUN --script my_copy.py -- --planner mcts   # an edited copy, flags of its own
 
 RUN is the run folder of any seed, or a checkpoint. What follows `--` are flags of the script, on top of the
@@ -11,7 +12,8 @@ checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; who se
 `Args`, `GROUPS`, `make_args`, `validate`, `load_checkpoint`, `make_train_state`, `TrainState`, `Networks`, `rollout`,
 `capture`; for `adapt.py` also `imagine`, `make_ppo_batch`, `real_samples`, `ppo_update`, `opponent_model_losses`,
 `train_opponent_models`, `measure_horizon`, `moa_metrics`, `train_iteration`, `make_optimizer`, `Transitions`,
-`Replay`, `history_decay`, `add_event`.
+`Replay`, `history_decay`, `add_event`; for `inspect.py` also `entity_views`, `infer_opponents`, `predict_actions`,
+`evaluate_policy`, `predict_step`, `goal_noise`, `goal_mean`, `history_decay`, `stack_steps`, `make_optimizer`.
 """
 
 import csv
@@ -30,13 +32,13 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 
 ROOT = Path(game.__file__).resolve().parent
-CONTRACT, FOR_ADAPT = (re.findall(r"`(\w+)`", part) for part in __doc__.split("must keep:")[1].split("for `adapt.py`"))
+PARTS = re.split(r"for `\w+\.py`", __doc__.split("must keep:")[1])
+CONTRACT, FOR_ADAPT, FOR_INSPECT = (re.findall(r"`(\w+)`", part) for part in PARTS)
 
 
 class Run(NamedTuple):
@@ -65,6 +67,8 @@ class EvaluateFlags:
     """who sits where, one name a seat: learner, mixed, a player or a stranger (None: as in training)"""
     games: game.Count = 1000
     """games per seed of the run"""
+    inspect: bool = False
+    """also write inspect_<seats>.html, what the learners of the first seed think in 8 games (see inspect.py)"""
 
 
 @dataclasses.dataclass
@@ -177,6 +181,8 @@ def play_games(run: Run, state, each: int) -> dict[str, np.ndarray]:
 
 def interval(values) -> tuple[float, float]:
     """Mean and half width of its 95 % interval (Student's t)"""
+    from scipy import stats  # takes a second to import
+
     values = np.asarray(values, np.float64)
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
     return float(values.mean()), float(half)
@@ -230,6 +236,12 @@ def main(args: Args) -> dict[str, float]:
     state = make_state(run, [table], seeds[:1], index[: len(index) // num_seeds], num_envs=1, **changes)
     film(run, state, run.path.parent / f"{title}.gif")
     print(f"wrote {run.path.parent / title}.csv and .gif")
+    if args.inspect:
+        import inspector
+
+        page = run.path.parent / f"inspect_{'-'.join(table)}.html"
+        inspector.write_page(page, inspector.inspect_run(run, args.seats, seed=args.seed))
+        print(f"wrote {page}")
     return {f"return/player_{i}": float(mean) for i, mean in enumerate(returns.mean(0))}
 
 

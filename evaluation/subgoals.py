@@ -15,7 +15,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 import tyro
@@ -24,9 +23,6 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import evaluate
 from evaluate import RunFlags, game, learner_index, make_state, play, write_csv
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 PREY = {"nothing": "#9aa5b1", "stag": "#6e4623", "hare": "#3478c8"}  # and their colours
 
@@ -51,9 +47,9 @@ def parse_args(words: list[str]) -> Args:
     return evaluate.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags})
 
 
-def collect(run, state) -> tuple[torch.Tensor, ...]:
-    """Games that began and ended meanwhile -> subgoals [n, D], prey taken [n], step of the game [n], place [n]"""
-    transitions, outputs, _ = play(run, state, 4 * state.env.config.final_time)
+def prey_taken(transitions) -> tuple[torch.Tensor, ...]:
+    """-> in the game of each step, which prey each co-player takes (its place in PREY) [M, T, E, K]; whether that game
+    ends in these T steps [M, T, E]; which game of its place it is [M, T, E]"""
     done, exited = transitions.done.int(), transitions.exited[..., 1:]
     number = done.cumsum(1) - done  # [M, T, E] which game of its place
     taken = torch.zeros(exited.shape, dtype=torch.int64, device=done.device)  # [M, T, E, K]
@@ -61,7 +57,15 @@ def collect(run, state) -> tuple[torch.Tensor, ...]:
         own = (number == k)[..., None]
         caught = torch.where(exited & own, transitions.joint[..., 1:].long() - game.STAY, 0).amax(1, keepdim=True)
         taken = torch.where(own, caught, taken)
-    whole = (number > 0) & (number < done.sum(1, keepdim=True))
+    return taken, number < done.sum(1, keepdim=True), number
+
+
+def collect(run, state) -> tuple[torch.Tensor, ...]:
+    """Games that began and ended meanwhile -> subgoals [n, D], prey taken [n], step of the game [n], place [n]"""
+    transitions, outputs, _ = play(run, state, 4 * state.env.config.final_time)
+    taken, finished, number = prey_taken(transitions)
+    done, exited = transitions.done, transitions.exited[..., 1:]
+    whole = (number > 0) & finished
     present = transitions.board[:, :, :, 1 : exited.shape[3] + 1].flatten(4).amax(4) > 0
     counts = whole[..., None] & present
     place = torch.arange(done.shape[2], device=done.device).view(1, 1, -1, 1).expand_as(taken)
@@ -128,6 +132,11 @@ def ceilings(args: Args, state, table: list[str], make, probe) -> dict[str, floa
 
 
 def main(args: Args) -> dict[str, float]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     run, config = args.run, args.run.args.config
     if run.args.subgoals == "none":
         raise ValueError(f"{run.path} reads no subgoals (--method {run.args.method})")

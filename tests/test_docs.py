@@ -30,6 +30,7 @@ import dashboard
 import evaluate
 import experiments
 import game
+import inspector
 import partners
 import ppo_gru
 import scripted
@@ -48,7 +49,7 @@ MODULES = {
     "benchmarks/dashboard.py": dashboard,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
     **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru},
-    **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners},
+    **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspect.py": inspector},
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--transitions", "--help"}

@@ -1,0 +1,667 @@
+"""evaluation/inspect.py: every number of the page is the script's, at its step, about its player."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import chromium
+import numpy as np
+import pytest
+import torch
+
+import hopplus_mcts
+import hopplus_ppo
+import stag_hunt_env as game
+from stag_hunt_env import HUNT_STAG, StagHuntConfig
+
+sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
+import evaluate
+import inspector
+
+ROOT = Path(game.__file__).resolve().parent
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
+TINY = {
+    **{"config": CONFIG, "num_envs": 4, "num_steps": 8, "policy_hidden": 16, "subgoal_hidden": 8, "goal_dim": 4},
+    **{"wm_hidden": 16, "imagination_horizon": 4, "pretraining_games": 4},
+}
+MIXED = {"seats": "mixed,learner,mixed", "redraw": "never", "population": "nearest_stag,nearest_hare"}
+CASES = {  # script, method, flags
+    "hopplus": (hopplus_ppo, "hopplus", {"wm_ensemble": 2}),
+    "shared": (hopplus_ppo, "hopplus", {"share_parameters": True}),
+    "ppo": (hopplus_ppo, "ppo", {}),
+    "partners": (hopplus_ppo, "ppo-omg", MIXED),
+    "new partners": (hopplus_ppo, "ppo-omg", {**MIXED, "redraw": "game"}),
+    "discrete": (hopplus_ppo, "ppo-omg", {"goal_kind": "discrete"}),
+    "actions": (hopplus_ppo, "ppo-omg", {"subgoals": "actions"}),
+    "none": (hopplus_ppo, "hopplus", {"subgoals": "none"}),
+    "posterior": (hopplus_ppo, "ppo", {**MIXED, "subgoals": "posterior", "inter_episode_belief": True}),
+    "oracle": (hopplus_ppo, "hopplus", {**MIXED, "subgoals": "oracle"}),
+    "search": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 4, "num_trees": 2}),
+    "gumbel": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 4, "root": "gumbel", "search_model": "env"}),
+    "hop": (hopplus_mcts, "hop", {"num_simulations": 4, "num_trees": 2, "goal_dim": 2}),
+}
+
+
+def checkpoint(folder: Path, script, method: str, **changes) -> Path:
+    """Learners that are not trained, but are sure of what they say"""
+    args = script.make_args(method, "cpu", **{**TINY, **changes})
+    table = game.seats_table(args.seats, args.config.num_players)
+    state = script.make_train_state(args, [table] * args.num_seeds, list(range(args.num_seeds)), torch.device("cpu"))
+    for network in (network for network in state.networks if network is not None):
+        for name, p in network.params.items():
+            if name.startswith(("head", "actor", "critic")) and name.endswith("weight"):
+                p.data *= 30 if p.data.std() < 0.02 else 3
+    content = {"format": script.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
+    content["script"] = {"name": Path(script.__file__).name, "sha256": "of another version"}
+    script.save_checkpoint(folder / "checkpoint.pt", content)
+    return folder / "checkpoint.pt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def less_work():
+    names = ("PROBE_PLACES", "PROBE_STEPS", "FIT_STEPS", "GOAL_DRAWS")
+    before = {name: getattr(inspector, name) for name in names}
+    vars(inspector).update(dict(zip(names, (8, 12, 20, 3), strict=True)))
+    yield
+    vars(inspector).update(before)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Name of a case -> Run"""
+
+    @functools.cache
+    def load(case: str, *words):
+        script, method, changes = CASES[case]
+        path = checkpoint(tmp_path_factory.mktemp("run"), script, method, **changes)
+        return inspector.parse_args([str(path), "--device", "cpu", *words]).run
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def look(load):
+    """Name of a case -> what the page shows"""
+    flags = {"games": 4, "places": 2, "steps_ahead": 1, "samples": 2, "seed": 3}
+    return functools.cache(lambda case: inspector.inspect_run(load(case), None, **flags))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same games, watched by this file
+
+
+@torch.no_grad()
+def watch(run, places: int, seed: int, num_steps: int):
+    """Plays as the inspector does. -> what was seen and what was thought before each step, [step][...]"""
+    script, config = run.script, run.args.config
+    table = game.seats_table(run.args.seats, config.num_players)
+    sitting = [seat for seat, name in enumerate(table) if name == "learner"]
+    index = [0] if run.args.share_parameters else list(range(len(sitting)))
+    state = evaluate.make_state(run, [table], [seed], index, num_envs=places)
+    env, seats, args, networks = state.env, state.seats, state.args, state.networks
+    plans, taken, steps = [], [], []
+    act, plan = env.step, getattr(script, "plan_actions", None)
+    env.step = lambda actions: taken.append(actions.clone()) or act(actions)
+    if plan is not None:
+        script.plan_actions = lambda *given: plans.append(plan(*given)) or plans[-1]
+
+    def mine(x):  # [B, N, ...] -> [M, E, ...], the learners' own
+        return (
+            torch.cat([x[:, i] for i in sitting])[None]
+            if args.share_parameters
+            else torch.stack([x[:, i] for i in sitting])
+        )
+
+    for _ in range(num_steps):
+        before, history, last = (
+            game.copy_state(env.state),
+            state.rollout_state["history"].clone(),
+            state.rollout_state["last_joint"].clone(),
+        )
+        board = mine(env.observe(before))
+        prey = mine(before.prey_position[:, None].expand(-1, config.num_players, -1))
+        clock = mine((before.time / config.final_time)[:, None].expand(-1, config.num_players))
+        known = {"oracle": seats.oracle_id(), "posterior": seats.posterior()}.get(
+            args.subgoals, seats.posterior()[..., :0]
+        )
+        about = torch.stack([known.roll(-i, 1)[:, 1:] for i in range(config.num_players)], 1)  # [B, N, K, P]
+        oracle = torch.nn.functional.pad(mine(about), (0, args.goal_dim - about.shape[3]))
+        thought = {"returns": env.episode_return.clone(), "state": before, "history": history, "oracle": mine(about)}
+        views = script.entity_views(args, env, board, prey)
+        goals = oracle.flatten(2) if args.subgoals in ("oracle", "posterior") else oracle[..., :0].flatten(2)
+        if networks.inference is not None:
+            belief = script.infer_opponents(args, env, networks, views, clock, history, oracle)
+            thought |= {"belief": belief, "clock": clock}
+            goals = belief.goals
+        *_, log_probs, value = script.evaluate_policy(args, networks.policy, views, clock, last, goals)
+        evaluate.play(run, state, 1)
+        thought |= {
+            "policy": log_probs.exp(),
+            "value": value,
+            "actions": taken[-1],
+            "plan": plans[-1] if plans else None,
+        }
+        steps.append(thought | {"network": networks, "args": args, "env": env})
+    if plan is not None:
+        script.plan_actions = plan
+    return sitting, steps
+
+
+def by_step(data, places):
+    """(game, number of the step in its place, step of the game), in the order of the page"""
+    played = [0] * places
+    for shown in data["games"]:
+        for t in range(len(shown["actions"])):
+            yield shown, played[shown["place"]], t
+            played[shown["place"]] += 1
+
+
+def moa_of(run, step):
+    """[M, n, K, 7] MOA averaged over subgoals"""
+    args, networks, belief, clock = step["args"], step["network"], step["belief"], step["clock"]
+    rows = belief.params.shape[:2]
+    if args.goal_kind == "discrete" and args.subgoals != "oracle":
+        share = belief.params.softmax(-1).view(*belief.present.shape, -1)
+        found = 0
+        for k in range(args.goal_dim):
+            goal = torch.nn.functional.one_hot(torch.full(rows, k), args.goal_dim).float()
+            seen = (belief.entities, belief.walls, clock.repeat_interleave(belief.present.shape[2], 1))
+            said = networks.moa(*seen, goal, belief.legal).exp()
+            found += share[..., k, None] * said.view(*belief.present.shape, 7)
+        return found
+    torch.manual_seed(0)
+    draws = run.script.goal_noise(args, inspector.GOAL_DRAWS, device="cpu")
+    said = [run.script.predict_actions(args, networks, belief, clock, draw.expand(*rows, -1)) for draw in draws]
+    return torch.stack(said).exp().mean(0)
+
+
+def close(shown, expected):
+    assert (torch.as_tensor(shown) - torch.as_tensor(expected)).abs().max() < 1e-4, (shown, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_numbers_are_the_script_s(case, load, look):
+    run, data, places, n = load(case), look(case), 2, CONFIG.num_players
+    needed = max(number for _, number, _ in by_step(data, places)) + 1
+    sitting, steps = watch(run, places, 3, needed)
+    assert data["goal"] is None if case == "ppo" else len(data["goal"]["names"]) >= 2
+    probe = (
+        inspector.fit_probe(run, game.seats_table(run.args.seats, n), 3)
+        if data["goal"] and data["goal"]["probed"]
+        else None
+    )
+    compared = 0
+    expected_moa = [moa_of(run, step) if "belief" in step else None for step in steps]
+    for shown, number, t in by_step(data, places):
+        step, place = steps[number], shown["place"]
+        state = step["state"]
+        assert shown["time"][t] == state.time[place] == t
+        cells = torch.where(state.present[place], state.position[place], -1).tolist()
+        assert shown["position"][t] == cells and shown["alive"][t] == state.prey_alive[place].int().tolist()
+        assert shown["prey"] == state.prey_position[place].tolist()
+        assert shown["actions"][t] == step["actions"][place].tolist()
+        close(shown["returns"][t], step["returns"][place])
+        for i, mind in shown["minds"].items():
+            row = (0, sitting.index(i) * places + place) if run.args.share_parameters else (sitting.index(i), place)
+            if cells[i] < 0:
+                assert mind["value"][t] is None and mind["policy"][t] is None
+                continue
+            close(mind["value"][t], step["value"][row])
+            close(mind["policy"][t], step["policy"][row])
+            if step["plan"] is not None:
+                _, played, stats, tree = step["plan"]
+                trees = run.args.num_trees
+                edges = tree.edges[:, 0].unflatten(0, (len(sitting), places, trees))[row]  # [trees, 4, 7]
+                close(mind["visits"][t], edges[:, 0].sum(0))
+                close(mind["played"][t], played[row])
+                close(mind["search"][t], stats[row])
+                close(shown["probs"][t][i], played[row])
+                tried = edges[:, 0].amin(0) > 0
+                close(torch.tensor(mind["q"][t])[tried], (edges[:, 1] / edges[:, 0]).mean(0)[tried])
+            else:
+                close(shown["probs"][t][i], step["policy"][row])
+            for k, j in enumerate((i + 1 + k) % n for k in range(n - 1)):
+                if cells[j] < 0:
+                    assert "moa" not in mind or mind["moa"][t][j] is None
+                    continue
+                compared += 1
+                if "belief" in step:
+                    close(mind["moa"][t][j], expected_moa[number][(*row, k)])
+                    goal = step["belief"].params.unflatten(1, (-1, n - 1))[(*row, k)]
+                if run.args.subgoals in ("posterior", "oracle"):
+                    close(mind["goal"][t][j], step["oracle"][(*row, k)])
+                elif run.args.goal_kind == "discrete":
+                    close(mind["goal"][t][j], goal.softmax(0))
+                elif "goal" in mind:
+                    weights = probe[0 if run.args.share_parameters else sitting.index(i)]
+                    close(mind["goal"][t][j], (goal[:4] @ weights[:4] + weights[4]).softmax(0))
+                if "memory" in mind and case != "hop":
+                    close(mind["memory"][t][j], [step["history"][(*row, k)][run.args.subgoal_hidden]])
+            assert "moa" not in mind or mind["moa"][t][i] is None
+    assert compared > 20
+    for name in ("moa", "goal", "ahead"):
+        assert (name in data["games"][0]["minds"][sitting[0]]) == (name in expected_panels(case)), name
+
+
+def expected_panels(case):
+    return {"ppo": (), "posterior": ("goal",)}.get(case, ("moa", "goal", "ahead"))
+
+
+@pytest.mark.parametrize("case", ["partners", "oracle"])
+def test_the_co_players_own_probabilities(case, look):
+    """Rule-based ones by their rules, and who they are"""
+    data = look(case)
+    env = game.StagHuntEnv(CONFIG)
+    kinds = set()
+    for shown in data["games"]:
+        for t, position in enumerate(shown["position"][:-1]):
+            alive, time = (torch.tensor([shown[name][t]]) for name in ("alive", "time"))
+            cells = torch.tensor([position])
+            state = game.State(
+                cells.clamp(min=0).int(),
+                cells >= 0,
+                torch.tensor([shown["prey"]]).int(),
+                alive > 0,
+                torch.zeros(1, 12, dtype=torch.uint8),
+                time.int(),
+                time.int() - 1,
+            )
+            for seat, name in enumerate(shown["names"]):
+                if name != "learner":
+                    kinds.add(name)
+                    close(shown["probs"][t][seat], game.PLAYER_PROBS[name](env, state, seat)[0])
+    assert kinds == {"nearest_stag", "nearest_hare"}
+    first, second = ([shown["names"] for shown in data["games"] if shown["place"] == place] for place in (0, 1))
+    assert all(names == games[0] for games in (first, second) for names in games), "partners stay"
+
+
+def test_who_took_what_and_the_scores(look):
+    for shown in look("hopplus")["games"]:
+        final = shown["returns"][-1]
+        assert len(shown["position"]) == len(shown["returns"]) == len(shown["actions"]) + 1
+        for seat, taken in enumerate(shown["taken"]):
+            gone = [t for t, position in enumerate(shown["position"]) if position[seat] < 0]
+            assert (taken is None) == (not gone) == (final[seat] == 0)
+            if taken:
+                assert gone[0] == taken["step"] + 1
+                assert taken["prey"] == ("stag" if shown["actions"][taken["step"]][seat] == HUNT_STAG else "hare")
+                assert (final[seat] > 1) == (taken["prey"] == "stag")
+
+
+def test_what_is_carried_over(look):
+    """In the first game nothing; in the second the steps in which the co-player was seen, discounted"""
+    data = look("partners")
+    assert data["carried"] == 0.995
+    for place in (0, 1):
+        first, second = (shown for shown in data["games"] if shown["place"] == place)
+        mind = first["minds"][1]
+        for goal, without, memory in zip(mind["goal"], mind["without"], mind["memory"], strict=True):
+            assert goal == without and (memory is None or all(x is None or x == [0] for x in memory))
+        mind = second["minds"][1]
+        for j in (0, 2):
+            seen = sum(position[j] >= 0 for position in first["position"][:-1])
+            close(mind["memory"][0][j], [0.995 * seen])
+            assert mind["goal"][0][j] != mind["without"][0][j]
+    assert look("new partners")["carried"] == 0
+
+
+@pytest.mark.parametrize("case", ["discrete", "oracle"])
+def test_one_step_ahead_is_what_moa_expects(case, load):
+    """By the game's rules (discrete), by a world model: where MOA sends the co-players, and the policy oneself. The
+    untrained world model knows where players cannot go, so only the rules' case is exact."""
+    run = load(case)
+    data = inspector.inspect_run(run, None, games=1, places=1, steps_ahead=2, samples=500, seed=5)
+    assert data["ahead"]["model"] == ("the game's own rules" if case == "discrete" else "its world model")
+    target = game.StagHuntEnv(CONFIG).target.tolist()
+    compared = 0
+    (shown,) = data["games"]
+    for i, mind in shown["minds"].items():
+        for t, seen in enumerate(mind["ahead"]):
+            if seen is None:
+                assert shown["position"][t][i] < 0
+                continue
+            for j, cell in enumerate(shown["position"][t]):
+                for counts in seen[j]:
+                    assert sum(counts[1::2]) == 500 and sorted(counts[::2]) == counts[::2]
+                if cell < 0:
+                    assert all(counts == [CONFIG.num_cells, 500] for counts in seen[j]), "who has left stays away"
+                    continue
+                probs, share = mind["policy"][t] if i == j else mind["moa"][t][j], np.zeros(CONFIG.num_cells + 1)
+                share[seen[j][0][::2]] = np.array(seen[j][0][1::2]) / 500
+                if case == "discrete":
+                    for action in range(4):
+                        if target[cell][action] != cell:
+                            compared += 1
+                            expected = probs[action]
+                            error = 5 * (expected * (1 - expected) / 500) ** 0.5 + 0.002
+                            assert abs(share[target[cell][action]] - expected) < error, (i, j, t, action)
+                else:
+                    compared += 1
+                    reachable = {cell, CONFIG.num_cells, *target[cell]}
+                    assert set(np.flatnonzero(share)) <= reachable
+    assert compared > 10
+
+
+def test_the_probe_finds_what_is_there(load, monkeypatch):
+    """Labels that depend on g: the probe tells them; on g in another place: it does not"""
+    monkeypatch.setattr(inspector, "FIT_STEPS", 200)
+    run = load("hopplus")
+    found = {}
+
+    def label(shift):
+        def labels(transitions):
+            state = inspector.seat_learners(run, ["learner"] * 3, 1003, num_envs=inspector.PROBE_PLACES)
+            steps = type(transitions)(*(x.flatten(1, 2) for x in transitions))
+            _, _, belief = inspector.infer(run, state, steps, steps.history.float())
+            goals = belief.params[..., :4]
+            first = goals[..., 0].view(3, *transitions.time.shape[1:], 2).roll(shift, 2)
+            taken = 1 + (first > first.flatten(1).median(1).values[:, None, None, None]).long()
+            found["goals"], found["taken"] = goals, taken.flatten(1)
+            return taken, torch.ones_like(transitions.done), None
+
+        return labels
+
+    accuracy = []
+    for shift in (0, 1):
+        monkeypatch.setattr(inspector, "prey_taken", label(shift))
+        probe = inspector.fit_probe(run, ["learner"] * 3, 3)
+        said = (found["goals"] @ probe[:, :4] + probe[:, 4:]).argmax(-1)
+        accuracy.append((said == found["taken"]).float().mean())
+    assert accuracy[0] > 0.95 and accuracy[1] < accuracy[0] - 0.15, accuracy
+
+
+def test_an_edited_copy(tmp_path):
+    path = checkpoint(tmp_path, hopplus_ppo, "hopplus")
+    copy = tmp_path / "my_copy.py"
+    text = Path(hopplus_ppo.__file__).read_text()
+    copy.write_text(
+        text.replace(
+            "return log_probs, self.critic(features).squeeze(1)",
+            "return log_probs, self.critic(features).squeeze(1) + 7",
+        )
+    )
+    assert copy.read_text() != text
+    own, edited = (
+        inspector.parse_args([str(path), "--device", "cpu", *more]).run for more in ([], ["--script", str(copy)])
+    )
+    ours, theirs = (inspector.inspect_run(run, None, games=1, samples=2) for run in (own, edited))
+    for i in range(3):
+        both = zip(*(data["games"][0]["minds"][i]["value"] for data in (ours, theirs)), strict=True)
+        assert all(a is b is None or abs(a + 7 - b) < 1e-4 for a, b in both)
+    assert theirs["script"] == "my_copy.py"
+
+
+SIGNATURES = {  # how inspector.py calls them
+    "entity_views": "args env board prey_position num_views",
+    "infer_opponents": "args env networks views clock history oracle_id",
+    "predict_actions": "args networks belief clock noise",
+    "evaluate_policy": "args policy views clock last_joint goals",
+    "predict_step": "args config world board joint",
+    "goal_noise": "args shape",
+    "goal_mean": "kind params",
+    "history_decay": "args",
+    "stack_steps": "steps dim",
+    "make_optimizer": "params learning_rate",
+}
+
+
+@pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=lambda script: script.__name__)
+def test_the_scripts_keep_the_contract(script):
+    assert set(evaluate.FOR_INSPECT) == set(SIGNATURES)
+    for name, expected in SIGNATURES.items():
+        assert list(inspect.signature(getattr(script, name)).parameters)[: len(expected.split())] == expected.split()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line and the file
+
+
+def command(script, *words, cwd=ROOT):
+    run = [sys.executable, str(ROOT / "evaluation" / script), *map(str, words)]
+    return subprocess.run(run, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def data_of(page: Path):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)[1])
+
+
+def test_the_command_line(tmp_path):
+    """Run by its path, from its own folder too, where Python finds it instead of the standard library's module"""
+    path = checkpoint(tmp_path, hopplus_mcts, "hopplus-mcts", num_simulations=2)
+    words = [path, "--games", 1, "--samples", 2, "--device", "cpu", "--seats", "learner,random,learner"]
+    done = command(
+        "inspect.py", *words, "--out", tmp_path / "page.html", "--", "--planner", "none", cwd=ROOT / "evaluation"
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "page.html") in done.stdout
+    data = data_of(tmp_path / "page.html")
+    assert data["seats"] == ["learner", "random", "learner"] and data["search"] is None and len(data["games"]) == 1
+
+
+def test_inspect_is_the_standard_library_s():
+    """For all scripts of the folder, whose first import asks for it"""
+    lines = "import inspect, dataclasses; print(inspect.__file__, inspect.signature(dataclasses.replace))"
+    done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT / "evaluation", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split()[0] == inspect.__file__ and "obj" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seats", "random,random,random"], "no learner to look into"),
+        (["--seats", "learner,learner"], "2 seats are named, but the game has 3 players"),
+        (["--out", "nowhere/page.html"], "there is no folder nowhere"),
+        (["--games", "0"], "--games must be >= 1, not 0"),
+    ],
+)
+def test_mistakes_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+    path = checkpoint(tmp_path, hopplus_ppo, "ppo")
+    monkeypatch.setattr(sys, "argv", ["inspect.py", str(path), "--device", "cpu", *words])
+    with pytest.raises(SystemExit) as stop:
+        game.command_line(inspector.parse_args, inspector.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and message in said and said.count("\n") == 1
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_evaluate_writes_it_too(tmp_path, monkeypatch):
+    path = checkpoint(tmp_path, hopplus_ppo, "ppo")
+    monkeypatch.setattr(evaluate, "film", lambda run, state, path: None)
+    for words in ([], ["--inspect"]):
+        assert not list(tmp_path.glob("*.html"))
+        evaluate.main(evaluate.parse_args([str(path), "--games", "2", "--device", "cpu", *words]))
+    (page,) = tmp_path.glob("*.html")
+    assert page.name == "inspect_learner-learner-learner.html" and len(data_of(page)["games"]) == 8
+
+
+def test_the_file_stands_alone(look, tmp_path):
+    data = {**look("hopplus"), "run": "</script><b>"}
+    size = inspector.write_page(tmp_path / "page.html", data)
+    text = (tmp_path / "page.html").read_text()
+    assert size == len(text.encode()) and data_of(tmp_path / "page.html") == json.loads(json.dumps(data))
+    assert text.count("</script>") == 2 and not re.search(r"https?://|src=|import |@import|fetch\(", text)
+    assert max(map(len, inspector.TEMPLATE.read_text().splitlines())) <= 120
+
+
+@pytest.mark.cuda
+def test_on_a_gpu(tmp_path):
+    for number, case in enumerate(("hopplus", "hop", "posterior")):
+        script, method, changes = CASES[case]
+        (tmp_path / str(number)).mkdir()
+        path = checkpoint(tmp_path / str(number), script, method, **changes)
+        data = inspector.inspect_run(
+            inspector.parse_args([str(path), "--device", "cuda"]).run, None, games=2, samples=4
+        )
+        assert len(data["games"]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if chromium.find() is None:
+        pytest.skip("no Chromium")
+    browser = chromium.Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+def texts(browser, selector):
+    return browser.ask(f"[...document.querySelectorAll({selector!r})].map((element) => element.textContent.trim())")
+
+
+def near(text, p):
+    """Rounding of halves may differ"""
+    return abs(float(text or 0) - 100 * p) <= (0.5001 if p > 0.0995 else 0.0501) and bool(text) == (p >= 0.0005)
+
+
+def check_page(browser, data, game_number, t, player):
+    """What the page shows of a step, against numbers of `data`"""
+    shown, n = data["games"][game_number], len(data["seats"])
+    mind = shown["minds"][player]
+    assert browser.ask("location.hash") == f"#game={game_number + 1}&step={t}&player={player}"
+    assert texts(browser, "#clock") == [f"step {t} of {data['final_time']}"]
+    assert texts(browser, "#players .score") == [f"{score:.2f}" for score in shown["returns"][t]]
+    assert texts(browser, "#players span:nth-child(2)") == shown["names"]
+    present = [seat for seat in range(n) if shown["position"][t][seat] >= 0]
+    assert texts(browser, "#board > text") == [str(seat) for seat in present]
+    others = [seat for seat in range(n) if seat != player]
+    assert (
+        browser.ask("[...document.querySelectorAll('.co-player')].map((card) => Number(card.dataset.seat))") == others
+    )
+    playing = t < len(shown["actions"])
+    if playing and mind["value"][t] is not None:
+        assert abs(float(texts(browser, "#value")[0]) - mind["value"][t]) < 0.00501
+        bars = texts(browser, "#own .filled")
+        expected = [p for p in mind["policy"][t] if p >= 1e-5]
+        assert len(bars) == len(expected) and all(map(near, bars, expected)), (bars, expected)
+    for seat in others:
+        card = f".co-player[data-seat='{seat}']"
+        did = [game.ACTION_NAMES[shown["actions"][t][seat]]] if playing and seat in present else []
+        assert texts(browser, f"{card} .did") == did
+        about = mind["moa"][t][seat] if "moa" in mind and playing and mind["moa"][t] else None
+        bars, expected = texts(browser, f"{card} .filled"), [p for p in about or [] if p >= 1e-5]
+        assert len(bars) == len(expected) and all(map(near, bars, expected)), (seat, bars, expected)
+        if about:
+            surprise = -np.log(max(1e-5, about[shown["actions"][t][seat]]))
+            assert abs(float(texts(browser, f"{card} .surprise")[0].split()[1]) - surprise) < 0.00501
+            goal = texts(browser, f"{card} .goal b")
+            assert [word.split()[0] for word in goal] == data["goal"]["names"]
+            assert all(
+                abs(float(word.split()[1]) - p) < 0.00501 for word, p in zip(goal, mind["goal"][t][seat], strict=True)
+            )
+
+
+def came_true(data, shown, player, t, ahead):
+    """The share of samples that put each player where it was then, for those still there at t"""
+    found = []
+    for seat, cell in enumerate(shown["position"][t]):
+        if cell >= 0 and shown["minds"][player]["ahead"][t] and t + ahead < len(shown["position"]):
+            then = shown["position"][t + ahead][seat]
+            counts = shown["minds"][player]["ahead"][t][seat][ahead - 1]
+            then = data["height"] * data["width"] if then < 0 else then
+            found.append(dict(zip(counts[::2], counts[1::2], strict=True)).get(then, 0) / data["ahead"]["samples"])
+    return found
+
+
+@pytest.mark.browser
+def test_a_browser_shows_it(browser, load, tmp_path):
+    run = load("hopplus")
+    data = inspector.inspect_run(run, None, games=3, places=2, steps_ahead=2, samples=8, seed=3)
+    inspector.write_page(tmp_path / "page.html", data)
+    browser.events.clear()
+    browser.open(f"file://{tmp_path / 'page.html'}")
+    ready = browser.ask("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert 0 < ready < 1000, f"{ready} ms until the page is ready"
+    check_page(browser, data, 0, 0, 0)
+    steps = len(data["games"][0]["actions"])
+    for t in range(1, steps + 1):  # the whole game, by key
+        browser.press("ArrowRight")
+        check_page(browser, data, 0, t, 0)
+    browser.press("ArrowRight")
+    check_page(browser, data, 0, steps, 0)
+    browser.press("Home")
+    browser.press("2")
+    check_page(browser, data, 0, 0, 2)
+    for ahead in (1, 2):
+        shares = [float(text.split()[0]) for text in texts(browser, ".came-true")]
+        assert shares and all(map(near, shares, came_true(data, data["games"][0], 2, 0, ahead)))
+        browser.press("]")
+    everywhere = [
+        share
+        for shown in data["games"]
+        for t in range(len(shown["actions"]))
+        for share in came_true(data, shown, 2, t, 2)
+    ]
+    assert near(texts(browser, "#mean-share")[0].split()[2], np.mean(everywhere))
+    browser.press("ArrowDown")
+    check_page(browser, data, 1, 0, 2)
+    browser.ask("location.hash = '#game=3&step=1&player=1'")
+    browser.ask("new Promise((done) => setTimeout(done, 50))")
+    check_page(browser, data, 2, 1, 1)
+    browser.ask("document.querySelector('[data-head=\"0\"]').click()")
+    check_page(browser, data, 2, 1, 0)
+    found = [  # the most surprising step of player 0
+        (mind[t][seat][shown["actions"][t][seat]], number, t, seat)
+        for number, shown in enumerate(data["games"])
+        for mind in [shown["minds"][0]["moa"]]
+        for t in range(len(mind))
+        for seat in range(3)
+        if mind[t] and mind[t][seat]
+    ]
+    browser.press("s")
+    check_page(browser, data, min(found)[1], min(found)[2], 0)
+    assert len(texts(browser, "#surprises tbody tr")) == min(60, len(found))
+    theme = browser.ask("document.documentElement.dataset.theme")
+    browser.press("t")
+    assert {theme, browser.ask("document.documentElement.dataset.theme")} == {"dark", "light"}
+    browser.press("?")
+    assert browser.ask("document.getElementById('keys').open")
+    browser.press("?")
+    assert browser.ask("document.documentElement.scrollWidth") <= 1366, "it must not scroll sideways"
+    assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
+    asked = {event["request"]["url"].split("#")[0] for event in browser.named("Network.requestWillBeSent")}
+    assert {url for url in asked if not url.startswith("data:")} == {f"file://{tmp_path / 'page.html'}"}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("ppo", "no belief about goals (subgoals: none)|no model of the others' actions|without search"),
+        ("search", "2 trees, 4 simulations each|depth"),
+        ("posterior", "exact Bayes posterior|no model of the others' actions to roll forward"),
+        ("partners", "MOA and the game's own rules"),
+        ("hop", "Bayes' rule|counts stag"),
+    ],
+)
+def test_every_kind_of_run_can_be_shown(case, said, browser, look, tmp_path):
+    data = look(case)
+    inspector.write_page(tmp_path / "page.html", data)
+    browser.events.clear()
+    last = max(number for number, shown in enumerate(data["games"]) if shown["place"] == 0)
+    browser.open(f"file://{tmp_path / 'page.html'}#game={last + 1}&step=0")
+    text = " ".join(browser.ask("document.body.innerText").split())
+    assert all(words in text for words in said.split("|")), text
+    if case == "search":
+        player = next(iter(data["games"][last]["minds"]))
+        mind = data["games"][last]["minds"][player]
+        rows = browser.ask(
+            "[...document.querySelectorAll('#search tr')].slice(1).map((row) => row.innerText.split('\\t'))"
+        )
+        legal = [a for a in range(7) if mind["policy"][0][a] > 0]
+        assert [row[0] for row in rows] == [game.ACTION_NAMES[a] for a in legal]
+        assert [float(row[2]) for row in rows] == [mind["visits"][0][a] for a in legal]
+        assert all(abs(float(row[3]) - mind["q"][0][a]) < 0.00501 for row, a in zip(rows, legal, strict=True))
+    for _ in range(2 * CONFIG.final_time):
+        browser.press("ArrowRight")
+    assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
