@@ -131,8 +131,8 @@ class OpponentArgs:
     """how many states ahead s^g is looked for"""
     hindsight_eps: Fraction = 0.5
     """share of MOA's training that reads hindsight subgoals, at the start; falls to 0 halfway"""
-    kl_coef: NonNegative = 1e-2
-    """weight of KL(q_phi || f_psi(s^g))"""
+    kl_coef: NonNegative = 1e-3
+    """weight of KL(q_phi || f_psi(s^g)), and in pretraining of f_psi's KL to a standard normal (0.01: it collapses)"""
     moa_data: Literal["present", "rewarded"] = "present"
     """steps that MOA and q_phi learn from: co-player on the board; and in a game in which it scored"""
     inter_episode_belief: bool = True

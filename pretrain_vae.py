@@ -103,7 +103,7 @@ class OpponentArgs:
     """D, the size of a subgoal (discrete: the number of categories)"""
     subgoal_hidden: Count = 64
     """width of the subgoal networks and the MOA"""
-    kl_coef: NonNegative = 1e-4
+    kl_coef: NonNegative = 1e-3
     """weight of the KL terms"""
     epochs: Count = 15
     """passes over the samples"""
