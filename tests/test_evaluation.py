@@ -243,7 +243,7 @@ def test_refused_in_one_line(folder, tmp_path):
         (evaluate, [path, "--seats", "random,random,random"], "no learner to evaluate"),
         (evaluate, [path, "--seats", "learner,wolf,random"], "unknown player 'wolf'"),
         (evaluate, [seated, "--seats", "random,learner,random"], "seat 1 was not a learner"),
-        (evaluate, [path, "--", "--height", 5], r"encoder.table .*\[6, 188, 32\].*\[6, 336, 32\]"),
+        (evaluate, [path, "--", "--height", 5], r"encoder.table .*\[6, 192, 32\].*\[6, 336, 32\]"),
         (evaluate, [path, "--", "--gamma", 2], "--gamma must be 0 to 1"),
         (adapt, [path], "has 3 co-players, this game has 2: use --seats"),
         (adapt, [path, "--seats", "learner,mixed,random"], "one learner and named co-players"),
