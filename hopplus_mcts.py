@@ -194,8 +194,8 @@ class ImaginationArgs:
     imagined_weight: NonNegative = 1.0
     """weight of an imagined sample beside a real one"""
     imagined_goals: Literal["current", "prior"] = "current"
-    """co-players' subgoals in imagined rollouts: inferred as they go; prior: in every second one those of other games,
-    so that the policy learns to answer goals that its co-players never have"""
+    """whose: those of the replay's co-players; prior: in every second rollout, which then starts from a rule-based
+    game of the pretraining, those of the population: so the policy learns to answer goals that self-play never shows"""
 
 
 @dataclasses.dataclass
@@ -302,8 +302,8 @@ def validate(args: Args) -> StagHuntConfig:
         beyond = args.imagination_horizon > args.num_steps
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-        unread = args.imagined_goals == "prior" and args.subgoals not in ("inferred", *GIVEN)
-        refuse(unread, f"--imagined-goals prior needs subgoals, not --subgoals {args.subgoals}")
+        no_games = args.imagined_goals == "prior" and not args.offline_ratio
+        refuse(no_games, "--imagined-goals prior needs rule-based games: --offline-ratio > 0")
         refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
         refuse(
             config.prosocial,
@@ -1606,15 +1606,6 @@ def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -
     return Transitions(*(x.flatten(1, 2) for x in windows._replace(history=history)))
 
 
-def shuffle_goals(belief: OpponentBelief) -> dict:
-    """For every second of n imagined rollouts the subgoals of another one -> {field: where, what}"""
-    n, k = belief.present.shape[1:]
-    other = torch.rand(n, device=belief.goals.device).argsort()
-    where = (torch.arange(n, device=other.device) % 2 == 0)[None, :, None]
-    params = belief.params.unflatten(1, (n, k))[:, other].flatten(1, 2)
-    return {"goals": (where, belief.goals[:, other]), "params": (where.repeat_interleave(k, 1), params)}
-
-
 @torch.no_grad()
 def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horizon) -> dict[str, torch.Tensor]:
     """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M] steps. -> samples [M, h,
@@ -1626,9 +1617,6 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         clock = time_now / config.final_time
         views = entity_views(args, env, board, start.prey_position)
         belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)
-        if step == 0:
-            shuffled = shuffle_goals(belief) if args.imagined_goals == "prior" else {}
-        belief = belief._replace(**{name: torch.where(*x, getattr(belief, name)) for name, x in shuffled.items()})
         inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
         values.append(value)
         if step == args.imagination_horizon:
@@ -2275,7 +2263,8 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
         real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
         steps = args.num_steps * transitions.done.shape[2] * (1 - real_ratio) / real_ratio
         games = math.ceil(steps / args.imagination_horizon / args.num_steps)
-        start = replayed_states(args, env, networks, state.replay.sample(games, window=1))
+        rule_based = 0.5 if args.imagined_goals == "prior" else 0.0
+        start = replayed_states(args, env, networks, sample_replays(*replays, rule_based, games, window=1))
         start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
         mask = learner_mask(env.config, start.board)
         imagined = make_ppo_batch(args, imagine(args, env, networks, start, mask, state.horizon), real=False)

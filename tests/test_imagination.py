@@ -186,55 +186,28 @@ def test_imagined_co_players_are_drawn_from_moa():
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("subgoals", ["inferred", "posterior"])
-def test_every_second_imagined_game_may_be_with_the_subgoals_of_another(subgoals, monkeypatch):
-    """The policy reads them and MOA acts by them, from the first step to the last; the others are as they were."""
-    changes = {"subgoals": subgoals, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 64}
-    state, believed, predict_actions = make_state(imagined_goals="prior", **changes), [], hop.predict_actions
-    start = one_step(play(state, 8)[0], 3)
-    mask = hop.learner_mask(TINY_CONFIG, start.board)
-    if subgoals == "posterior":  # each its own
-        start = start._replace(oracle_id=torch.rand(start.oracle_id.shape, generator=seeded(1)))
-
-    def predict(args, networks, belief, *given):
-        believed.append(belief)
-        return predict_actions(args, networks, belief, *given)
-
-    monkeypatch.setattr(hop, "predict_actions", predict)
-    torch.manual_seed(1)
-    dream, first = imagined(state, start, mask), infer(state, start, start.history.float())
-    rows = mask.shape[1]
-    lenders = [int((first.goals[0] == dream["goals"][0, 0, i]).all(1).int().argmax()) for i in range(rows)]
-    borrowed, own = range(0, rows, 2), range(1, rows, 2)
-    assert [lenders[i] for i in own] == list(own) and len({lenders[i] for i in borrowed}) == len(borrowed)
-    assert sum(lenders[i] != i for i in borrowed) > 0.8 * len(borrowed), "those of another game"
-    history, never = start.history.float(), torch.zeros_like(start.done)
-    params = first.params.unflatten(1, (rows, 2))
-    moved = 0
-    for k, belief in enumerate(believed):
-        here = start._replace(board=dream["board"][:, k], time=start.time + k)
-        now = infer(state, here, history)
-        asked, inferred = (x.params.unflatten(1, (rows, 2)) for x in (belief, now))
-        for i in borrowed:
-            assert torch.equal(dream["goals"][:, k, i], first.goals[:, lenders[i]])
-            assert torch.equal(belief.goals[:, i], first.goals[:, lenders[i]])
-            assert torch.equal(asked[:, i], params[:, lenders[i]])
-        torch.testing.assert_close(dream["goals"][:, k, 1::2], now.goals[:, 1::2])
-        torch.testing.assert_close(asked[:, 1::2], inferred[:, 1::2])
-        moved += int((inferred[:, 1::2] != params[:, 1::2]).any())
-        if k < 3:
-            joint = dream["last_joint"][:, k + 1]
-            history = hop.update_history(state.args, state.env, state.networks, now, joint, history, never)
-    assert len(believed) == 4 and moved == 3, "inferred anew in each step, but where they are borrowed"
+@pytest.mark.parametrize(("goals", "share"), [("current", 0.0), ("prior", 0.5)])
+def test_every_second_imagined_game_may_start_from_a_rule_based_one(goals, share, monkeypatch):
+    """With its co-players' histories, so that their subgoals are inferred"""
+    state, seen, imagine = make_state(imagined_goals=goals, num_envs=16, imagination_horizon=4), [], hop.imagine
+    state.horizon.fill_(4)
+    rule_based = play(state, state.args.num_steps)[0]
+    marked = rule_based._replace(time=rule_based.time + 100, history=torch.full_like(rule_based.history, 3.0))
+    state.offline_replay.push(marked)
+    monkeypatch.setattr(hop, "imagine", lambda *given: (seen.append(given[3]), imagine(*given))[1])
+    monkeypatch.setattr(hop, "drop_masked", lambda batch, *_: batch)
+    hop.train_iteration(state, False, False)
+    marks = seen[0].time >= 100
+    assert marks.float().mean(1).tolist() == pytest.approx([share] * 3, abs=0.1)
+    windows = marks.shape[1] // state.args.num_steps
+    first_steps, own = seen[0].history[:, :windows], marks[:, :windows]
+    assert (first_steps[own] == 3).all() and not (first_steps[~own] == 3).all()
 
 
-def test_subgoals_are_borrowed_only_if_there_are_any():
-    for subgoals in ("inferred", "posterior", "oracle"):
-        hop.validate(make_args(subgoals=subgoals, imagined_goals="prior"))
-    for subgoals in ("none", "actions"):
-        hop.validate(make_args(subgoals=subgoals))
-        with pytest.raises(ValueError, match=f"needs subgoals, not --subgoals {subgoals}"):
-            hop.validate(make_args(subgoals=subgoals, imagined_goals="prior"))
+def test_goals_of_rule_based_games_need_such_games():
+    hop.validate(make_args(imagined_goals="prior"))
+    with pytest.raises(ValueError, match="--imagined-goals prior needs rule-based games"):
+        hop.validate(make_args(imagined_goals="prior", offline_ratio=0.0))
 
 
 @pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])

@@ -765,7 +765,7 @@ VARIANTS = {
     "hop": {"method": "hop", "num_seeds": 2, "seats": "learner,learner,nearest_stag"},
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,random", "search_model": "env"},
     "actions": {"subgoals": "actions", "goal_kind": "discrete"},
-    "others' subgoals, imagined": {"imagination": True, "imagined_goals": "prior", "ppo_real_ratio": 0.5},
+    "rule-based games, imagined": {"imagination": True, "imagined_goals": "prior", "ppo_real_ratio": 0.5},
     "no subgoals, walls": {"subgoals": "none", "share_parameters": True,
                            "config": StagHuntConfig(4, 5, 3, num_hares=2, max_wall_pieces=2, final_time=6)},
 }  # fmt: skip
@@ -818,7 +818,7 @@ REFUSED = [
     ({"root": "gumbel", "policy_loss": "ppo"}, "--root gumbel needs --policy-loss distill"),
     ({"gamma": 0.05}, "--gamma is too small"),
     ({"method": "hop", "goal_dim": 3}, "2 discrete goals"),
-    ({"imagination": True, "imagined_goals": "prior", "subgoals": "actions"}, "needs subgoals, not --subgoals actions"),
+    ({"imagination": True, "imagined_goals": "prior", "offline_ratio": 0.0}, "needs rule-based games"),
     ({"num_trees": 0}, "--num-trees must be >= 1"),
     ({"q_temperature": 0.0}, "--q-temperature must be > 0"),
     ({"share_parameters": True, "config": dataclasses.replace(CONFIG, strengths=(1, 2, 3))}, "equal --strengths"),
