@@ -9,9 +9,9 @@ about the partner in seat 1.
 hares: hunts hares. follow: the stag that the partner is nearer to. Bayes: what pays most by the exact posterior over
 who the partner is. told: the same, told who it is. A stag counts only if both can reach it in time.
 
-With --seats the Bayes hunter sits in the learner's seat, beside any players. It knows the rules of the game's
---population, infers who each co-player is from what it did in this game, and remembers nothing from other games.
-evaluation/adapt.py has it as a reference.
+With --seats the Bayes hunter sits in the learner's seat, beside any players. It knows the rules of random, nearest_stag
+and nearest_hare, infers who of these each co-player is from what it did in this game, and remembers nothing from other
+games. evaluation/adapt.py has it as a reference.
 """
 
 import dataclasses
