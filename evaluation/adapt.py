@@ -46,6 +46,7 @@ SETS = {
 }  # fmt: skip
 SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
          "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
+BEST_RESPONSE_GAMES = 512
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 LEARNING_MODES = "unguarded", "learning", "both"
@@ -188,7 +189,7 @@ def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
 
 def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int):
     """The same learners, with the same co-players, in other games"""
-    flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=8)
+    flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
     other = run.script.make_train_state(flags, tables, [args.seed + number], run.device)
     return dataclasses.replace(other, networks=state.networks)
 
@@ -268,21 +269,19 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             moa_learned = copy_params(networks.moa)
             networks.moa.load_state_dict(select_params(evidence > 0, moa_learned, moa_before))
             metrics["MOA changed"] = evidence > 0
-        if not learn:
-            yield earned.cpu().numpy(), metrics
-            continue
-        policy.load_state_dict(learned)
-        if boards is None:
+        if learn:
+            policy.load_state_dict(learned)
+        if learn and boards is None:
             if guarded:  # PPO learns from what the new weights do, whoever acts
                 transitions, outputs, _ = practise_round()
             learn_policy(script.real_samples(flags, env.config, transitions, outputs), True)
-        else:
+        elif learn:
             oracle_id.copy_(transitions.oracle_id[:, -1])
             state.horizon.copy_(pooled_horizon(run, state, transitions))
             for _ in range(args.rounds):
                 learn_imagined()
         learned = copy_params(policy)
-        if guarded or boards is not None:
+        if guarded or (learn and boards is not None):
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
@@ -309,11 +308,12 @@ def bayes_hunter(args: Args, run: Run, tables: list):
         yield earned.cpu().numpy(), {}
 
 
-def best_responses(args: Args, run: Run, sets: dict, num_iterations: int, games: int):
+def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
     """A generator: trains plain PPO with exactly each set, from several seeds, an iteration at a time. At last yields
     what each earned in held-out games [sets, seeds], and the best one's mean return in each place of others [sets, E]
     """
-    changes = {"config": run.args.config, "seed": args.seed, "num_envs": games, "precision": run.args.precision}
+    changes = {"config": run.args.config, "seed": args.seed, "precision": run.args.precision}
+    changes["num_envs"] = BEST_RESPONSE_GAMES
     ppo_args = run.script.make_args("ppo", args.device, **changes)
     tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
     state = run.script.make_train_state(ppo_args, tables, [args.seed], run.device)
@@ -324,7 +324,7 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int, games:
         iteration()
         yield None
     returns = [play_games(run, state, 4, skip=1)["return"][..., 0] / 4 for _ in range(2)]  # seat 0: the learner
-    held_out, scored = (x.reshape(len(sets), args.best_response_seeds, games) for x in returns)
+    held_out, scored = (x.reshape(len(sets), args.best_response_seeds, -1) for x in returns)
     chosen = held_out.mean(2).argmax(1)
     yield held_out.mean(2), scored[np.arange(len(sets)), chosen]
 
@@ -370,13 +370,13 @@ def main(args: Args) -> dict[str, float]:
     """-> score by mode and set"""
     run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
     config, searching, quarter = run.args.config, {"search", "both"} & set(args.modes), rounds // 4
-    if args.steps % args.every or quarter * args.every < config.final_time:
-        length = config.final_time
-        raise ValueError(f"--steps must be a multiple of --every, and a quarter of it a game of {length} steps")
+    final_time, highest = config.final_time, max(config.payoffs())
+    if args.steps % args.every or quarter * args.every < final_time:
+        raise ValueError(f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
     if searching and getattr(run.args, "planner", "none") == "none":
         raise ValueError(f"--modes {searching.pop()}: nobody searches without a script's -- --planner mcts")
     modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
-    per_iteration = 512 * run.script.make_args("ppo", args.device).num_steps
+    per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
     iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
     print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
     print(f"modes: {', '.join(modes)}; best responses: {args.best_response_seeds} x {iterations} iterations of PPO")
@@ -391,7 +391,7 @@ def main(args: Args) -> dict[str, float]:
                 imagined.setdefault(mode, []).append(metrics[mode]["imagined return"].cpu().numpy())
 
     warm_up = 3 if run.device.type == "cuda" else 1
-    training = best_responses(args, run, sets, iterations, 512)
+    training = best_responses(args, run, sets, iterations)
     seconds = timed(play_all, warm_up) * (rounds - warm_up)
     if iterations > warm_up:
         seconds += timed(lambda: next(training), warm_up) * (iterations - warm_up)
@@ -416,45 +416,32 @@ def main(args: Args) -> dict[str, float]:
     if args.references:
         *_, (held_out, best) = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
         table["best response"] = [interval(row) for row in best]
-        more["best response chosen"] = (1 + held_out.argmax(1)).tolist()
-        more |= {f"best response {k + 1} held-out": column.tolist() for k, column in enumerate(held_out.T)}
+        more["best response chosen"] = held_out.argmax(1) + 1
+        more |= {f"best response {k + 1} held-out": column for k, column in enumerate(held_out.T)}
     for mode, found in imagined.items():
-        more[f"{mode} imagined mean"] = [float(np.mean(cluster_means(row, seed))) for row in found]
-        pairs = zip(more[f"{mode} imagined mean"], table[mode], strict=True)
-        more[f"{mode} warning"] = [int(x - real > FAR_ABOVE * max(config.payoffs())) for x, (real, _) in pairs]
-    write_results(args, list(sets), table, more, curves)
-    write_repetitions(args, list(sets), seed, scores, imagined)
-    for mode, (k, key) in itertools.product(imagined, enumerate(sets)):
-        if more[f"{mode} warning"][k]:
-            changed = metrics[mode]["policy changed"].float().reshape(len(sets), -1)[k].mean()
-            returns = f"imagined return {more[f'{mode} imagined mean'][k]:.2f}, real {table[mode][k][0]:.2f}"
-            print(f"warning: {mode}, {key}: {returns}, new weights in {changed:.0%} of the repetitions")
+        mean = np.array([np.mean(cluster_means(row, seed)) for row in found])
+        real = np.array([mean for mean, _ in table[mode]])
+        more |= {f"{mode} imagined mean": mean, f"{mode} warning": (mean - real > FAR_ABOVE * highest).astype(int)}
+        changed = metrics[mode]["policy changed"].float().reshape(len(sets), -1).mean(1)
+        for k in np.flatnonzero(more[f"{mode} warning"]):
+            returns = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
+            print(f"warning: {mode}, {list(sets)[k]}: {returns}, new weights in {changed[k]:.0%} of the repetitions")
+    by_repetition = {"seed": run.checkpoint["args"]["seed"] + seed, "seat": repetition % config.num_players}
+    by_repetition = {name: np.broadcast_to(x, (len(sets), args.repetitions)) for name, x in by_repetition.items()}
+    by_repetition |= scores | {f"{mode} imagined": x for mode, x in imagined.items()}
+    write_results(args, list(sets), table, more, by_repetition, curves)
     for name in [name for name in args.modes if name != "frozen" and "frozen" in scores]:
         gains = [mean_text(*interval(cluster_means(row, seed))) for row in scores[name] - scores["frozen"]]
         print(f"{name} minus frozen: " + ", ".join(f"{key} {gain}" for key, gain in zip(sets, gains, strict=True)))
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 
-def output_path(args: Args) -> str:
-    """Without an ending"""
+def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repetition: dict, curves: dict) -> None:
+    """table {name: (mean, half width) per set}, more {column: value per set}, by_repetition {column: [sets,
+    repetitions]}, curves {name: [rounds, sets, repetitions, 2]}"""
     title = "_".join(seats.replace(",", "-") for seats in args.seats)[:200] or args.sets
-    return str(args.run.path.parent / f"adaptation_{title}")
-
-
-def write_repetitions(args: Args, sets: list[str], seed: np.ndarray, scores: dict, imagined: dict) -> None:
-    """seed [repetitions], scores and imagined {name: [sets, repetitions]}"""
-    columns = scores | {f"{mode} imagined": x for mode, x in imagined.items()}
-    rows = [["co_players", "repetition", "seed", "seat", *columns]]
-    n, first_seed = args.run.args.config.num_players, args.run.checkpoint["args"]["seed"]
-    for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
-        rows.append([key, r, first_seed + seed[r], r % n, *(x[k, r] for x in columns.values())])
-    write_csv(f"{output_path(args)}_repetitions.csv", rows)
-
-
-def write_results(args: Args, sets: list[str], table: dict, more: dict, curves: dict) -> None:
-    """table {name: (mean, half width) per set}, more {column: value per set}, curves {name: [rounds, sets, repetitions,
-    2]}"""
-    start, normalised = output_path(args), [name for name in table if name not in ("random", "best response")]
+    start = args.run.path.parent / f"adaptation_{title}"
+    normalised = [name for name in table if name not in ("random", "best response")]
     parts = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
     rows = [["co_players", *parts, *(f"{name} normalised" for name in normalised), *more]]
     print(f"return over the last quarter of {args.steps} steps (normalised: random 0, best response 1)")
@@ -466,6 +453,9 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, curves: 
         rows.append([key, *found, *norms.values(), *(column[k] for column in more.values())])
         texts = (mean_text(*table[name][k]) + (f" ({norms[name]:.2f})" if name in norms else "") for name in table)
         print(key.ljust(42) + "".join(text.rjust(22) for text in texts))
+    repetitions = [["co_players", "repetition", *by_repetition]]
+    for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
+        repetitions.append([key, r, *(f"{column[k, r]:.6g}" for column in by_repetition.values())])
     figure = Figure((max(4, 2.6 * len(sets)), 2.8), layout="tight")
     axes = figure.subplots(1, len(sets), squeeze=False)
     points = [["co_players", "learner", "steps", "return"]]
@@ -479,6 +469,7 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, curves: 
     axes[0][0].legend(fontsize=7)
     figure.savefig(f"{start}.png", dpi=75)
     write_csv(f"{start}.csv", rows)
+    write_csv(f"{start}_repetitions.csv", repetitions)
     write_csv(f"{start}_curve.csv", points)
     print(f"wrote {start}.csv, _repetitions.csv, _curve.csv and .png")
 
