@@ -49,6 +49,7 @@ SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA chan
 BEST_RESPONSE_GAMES = 512
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
+Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
 LEARNING_MODES = "unguarded", "learning", "both"
 LEARNING = "learning_rate", "update_epochs", "num_minibatches", "ent_coef", "subgoal_learning_rate", "subgoal_updates"
 
@@ -59,11 +60,7 @@ class AdaptFlags:
     """sets of three co-players: known to everybody's models, or not even to these"""
     seats: tuple[str, ...] = ()
     """own sets instead, such as learner,random,random,nearest_stag: one learner and named players in each"""
-    modes: tuple[Literal["frozen", "search", "unguarded", "learning", "both"], ...] = (
-        "frozen",
-        "unguarded",
-        "learning",
-    )
+    modes: tuple[Mode, ...] = ("frozen", "unguarded", "learning")
     """the learner as it is; searching (a script with a planner); learning, always with the new weights; learning, with
     the old weights unless the new ones are better; searching and learning like that"""
     steps: Count = 2400
@@ -379,7 +376,8 @@ def main(args: Args) -> dict[str, float]:
     per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
     iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
     print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
-    print(f"modes: {', '.join(modes)}; best responses: {args.best_response_seeds} x {iterations} iterations of PPO")
+    seeds = args.best_response_seeds
+    print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
     curves, imagined, metrics = {mode: [] for mode in modes}, {}, {}
     loops = make_loops(args, run, sets, modes)
 
@@ -405,7 +403,7 @@ def main(args: Args) -> dict[str, float]:
     curves = {name: np.reshape(curve, (rounds, len(sets), -1, 2)) for name, curve in curves.items()}
     last = {name: curve[-quarter:].sum(0) for name, curve in curves.items()}  # [sets, repetitions, 2]
     scores = {name: x[..., 0] / x[..., 1] for name, x in last.items()}
-    # What a round imagines is with the weights of the next one.
+    # The last quarter was played with the weights of one round earlier.
     imagined = {mode: np.mean(x[-quarter - 1 : -1], 0).reshape(len(sets), -1) for mode, x in imagined.items()}
     repetition = np.arange(args.repetitions)
     seed = repetition // config.num_players % run.checkpoint["args"]["num_seeds"]
