@@ -66,6 +66,7 @@ STRANGERS = f"{ADAPT} --sets strangers"
 BEST = "evaluation/adapt.py RUN --repetitions 40 --best-response-steps 8000000"
 BEST_STRANGERS = f"{BEST} --sets strangers"
 CROSS = "evaluation/cross_play.py RUN"
+WITH_RULES = "--seats learner,mixed,mixed,mixed"  # the policy itself trains with the players that models are shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +90,14 @@ INSIDE = f"{SHORT} --trust-exact-match 0 --critic-data mixed --ppo-real-ratio 0.
 DEFAULT = Run(SHORT)
 LONG_RUNS = {
     "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
+    "PPO, mixed": Run(f"{LONG} --method ppo {WITH_RULES}", then=(ADAPT, STRANGERS)),
     "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
     "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+}
+LARGE_RUNS = {
+    "PPO, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo", then=(BEST, BEST_STRANGERS)),
+    "PPO, mixed, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo {WITH_RULES}", then=(ADAPT, STRANGERS)),
+    "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT, STRANGERS)),
 }
 SEARCHES = {
     "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
@@ -247,8 +254,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "few, no subgoals": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --subgoals none"),
             "PPO, 4h2s": Run(f"{SEEDS5} --total-timesteps 1000000 --num-stags 2 --method ppo"),
             "HOP+, 4h2s": Run(f"{SEEDS5} --total-timesteps 1000000 --num-stags 2 {HALF}"),
-            "PPO, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo", then=(BEST,)),
-            "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT,)),
+            **LARGE_RUNS,
         },
         [
             ("bars", "steps_to_2.8"),
@@ -260,7 +266,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
     ),
     "8": (
         "How well does a learner adapt to players nobody trained with?",
-        LONG_RUNS,
+        LONG_RUNS | LARGE_RUNS,
         [("adaptation", "strangers"), ("meeting", "3 waiting"), ("meeting", "3 noisy NH")],
     ),
 }
@@ -464,7 +470,7 @@ def collect(args: Args, number: str) -> None:
     """docs/data/section_NUMBER*.csv from the folders of the runs"""
     _, runs, panels = SECTIONS[number]
     followed = ["return", "value_real", *(RECALLS if ("recalls", "") in panels else ())]
-    summaries, curves, met, meeting, crossed, together = [], [], [], [], [], []
+    summaries, curves, met, repeated, meeting, crossed, together = [], [], [], [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
         if not (folder / "seconds").exists():  # not trained to the end
@@ -495,7 +501,7 @@ def collect(args: Args, number: str) -> None:
                 kept = {key: found[k].get(key, "") for key in followed}
                 curves.append({"run": label, "seed": seed, "steps": lines[k]["steps"], **kept})
         for sets in ("standard", "strangers"):
-            for name, rows in (("", met), ("_curve", meeting)):
+            for name, rows in (("", met), ("_repetitions", repeated), ("_curve", meeting)):
                 for path in folder.glob(f"*/adaptation_{sets}{name}.csv"):
                     rows += [{"run": label, "sets": sets, **row} for row in csv.DictReader(path.open())]
         for path in folder.glob("*/partners*.csv"):
@@ -510,6 +516,7 @@ def collect(args: Args, number: str) -> None:
         "": summaries,
         "_curves": curves,
         "_adaptation": met,
+        "_adaptation_repetitions": repeated,
         "_adaptation_curves": meeting,
         "_cross_play": crossed,
         "_together": together,
@@ -753,16 +760,19 @@ def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarr
 
 def normalised(rows: list[dict], references: list[dict], sets: str) -> dict[str, dict[str, float]]:
     """run and mode -> co-players -> score; random 0, best response 1 (of the run that measured
-    them on this board)"""
+    them on this board, as the Bayes hunter)"""
     found = {}
     best = {(r["co_players"], "8x8" in r["run"]): (float(r["random mean"]), float(r["best response mean"]))
             for r in references if r.get("best response mean")}  # fmt: skip
     for row in (row for row in rows if row["sets"] == sets):
         low, high = best.get((row["co_players"], "8x8" in row["run"]), (math.nan, math.nan))
-        for mode in ("frozen", "search", "learning"):
+        for mode in ("Bayes hunter", "frozen", "search", "unguarded", "learning", "both"):
             if row.get(f"{mode} mean"):
                 score = (float(row[f"{mode} mean"]) - low) / (high - low)
-                found.setdefault(f"{row['run']}, {mode}", {})[row["co_players"]] = score
+                label = f"{row['run']}, {mode}"
+                if mode == "Bayes hunter":
+                    label = "Bayes hunter, 8x8" if "8x8" in row["run"] else "Bayes hunter"
+                found.setdefault(label, {})[row["co_players"]] = score
     return found
 
 

@@ -1,12 +1,17 @@
-"""What hunters earn that nobody trained, in the games of the ladder (benchmarks/experiments.py): marks to read a
-learner's return by. They sit in seat 0, walk by the rules of the game's players and differ in what they know about the
-partner in seat 1.
+"""What hunters earn that nobody trained: marks to read a learner's return by. In the games of the ladder
+(benchmarks/experiments.py) they sit in seat 0, walk by the rules of the game's players and differ in what they know
+about the partner in seat 1.
 
     python benchmarks/scripted.py                                              # 8x8, 9 steps, the partner stays
     python benchmarks/scripted.py --height 4 --width 4 --final-time 5 --redraw game
+    python benchmarks/scripted.py --seats learner,nearest_stag,nearest_hare,random --num-stags 1 --final-time 35
 
 hares: hunts hares. follow: the stag that the partner is nearer to. Bayes: what pays most by the exact posterior over
 who the partner is. told: the same, told who it is. A stag counts only if both can reach it in time.
+
+With --seats the Bayes hunter sits in the learner's seat, beside any players. It knows the rules of random, nearest_stag
+and nearest_hare, infers who of these each co-player is from what it did in this game, and remembers nothing from other
+games. evaluation/adapt.py has it as a reference.
 """
 
 import dataclasses
@@ -26,6 +31,8 @@ HUNTERS = ("hares", "follow", "Bayes", "told")
 
 @dataclasses.dataclass
 class ScriptedFlags:
+    seats: tuple[str, ...] = ()
+    """not the ladder but the Bayes hunter in the learner's seat, such as learner,nearest_stag,random,random"""
     redraw: str = "never"
     """when the partner is a new one: after each game, never, or after a game with this probability"""
     places: game.Count = 1000
@@ -67,22 +74,72 @@ def choose_goal(hunter: str, env: game.StagHuntEnv, seats: game.Seats) -> torch.
     return torch.cat([pays, hare], 1).argmax(1)
 
 
-def play(args: Args, hunter: str) -> torch.Tensor:
-    """-> mean return of each place [B]"""
+def ladder_probs(hunter: str, env: game.StagHuntEnv, seats: game.Seats) -> torch.Tensor:
+    """[1, B, 7] of the learner in seat 0"""
+    rules = torch.stack([game.PLAYER_PROBS[name](env, env.state, 0) for name in GOALS], 1)
+    return rules[torch.arange(env.num_envs, device=env.device), choose_goal(hunter, env, seats)][None]
+
+
+def hunts_stag(env: game.StagHuntEnv, name: str, distances: torch.Tensor) -> torch.Tensor:
+    """[B, stags, N]: does a player of this name go for that stag? distances [B, stags, N]"""
+    if name == "nearest_stag":
+        return distances == distances.amin(1, keepdim=True)
+    if name not in ("first_stag", "last_stag"):
+        return torch.zeros_like(distances, dtype=torch.bool)
+    bound_to = env.distance_to_prey(env.state, game.HUNT_STAG, name.removesuffix("_stag"))
+    stags = env.state.prey_position[:, : env.config.num_stags].long()
+    return (bound_to.gather(1, stags) == 0)[..., None].expand_as(distances)
+
+
+def bayes_probs(env: game.StagHuntEnv, seats: game.Seats) -> torch.Tensor:
+    """[M, E, 7] of the Bayes hunter in the learner's seat, one in each game. It walks to what pays most: a stag, as
+    likely as somebody comes who is in time, or the nearest hare."""
+    state, config, device = env.state, env.config, env.device
+    games, seat, stags = torch.arange(env.num_envs, device=device), seats.learner_seat.flatten(), config.num_stags
+    one_prey, maps = torch.eye(config.num_prey, dtype=torch.bool, device=device), []
+    for prey in range(config.num_prey):
+        alone = state._replace(prey_alive=state.prey_alive & one_prey[prey])
+        maps.append(env.distance_to_prey(alone, game.HUNT_STAG if prey < stags else game.HUNT_HARE))
+    cells = state.position.long()[:, None].expand(-1, config.num_prey, -1)
+    distances = torch.stack(maps, 1).gather(2, cells)  # [B, prey, N]
+    own = distances[games, :, seat]  # [B, prey]
+    steps_left = (config.final_time - state.time)[:, None]
+    to_hares = own.clone()
+    to_hares[:, :stags] = game.FAR
+    nearest = to_hares == to_hares.amin(1, keepdim=True)
+    pays = config.hare_reward * (nearest & (to_hares < steps_left))  # [B, prey]
+    if stags:
+        posterior = seats.posterior()[:, None]  # [B, 1, N, P]
+        kinds = torch.stack([hunts_stag(env, name, distances[:, :stags]) for name in seats.population], 3)
+        both = torch.maximum(own[:, :stags, None], distances[:, :stags])
+        in_time = (both < steps_left[..., None]) & state.present[:, None]
+        comes = (posterior * kinds).sum(3) * in_time  # [B, stags, N]
+        comes[games, :, seat] = 0.0
+        pays[:, :stags] = (1 - (1 - comes).prod(2)) * config.stag_reward / 2
+    goal = pays.argmax(1)
+    alone = state._replace(prey_alive=state.prey_alive & one_prey[goal])
+    probs = [game.hunter_probs(env, alone, prey=hunt)[games, seat] for hunt in (game.HUNT_STAG, game.HUNT_HARE)]
+    return torch.where((goal < stags)[:, None], *probs).view(*seats.learner_seat.shape, game.NUM_ACTIONS)
+
+
+def play(args: Args, hunter: str, table: list[str] | None = None) -> torch.Tensor:
+    """-> mean return of each place [B] in the ladder, or beside the players of `table`"""
     torch.manual_seed(args.seed)
     env = game.StagHuntEnv(args.config, args.places, game.resolve_device(args.device), args.seed)
     others = ["nearest_hare"] * (args.config.num_players - 2)
-    seats = game.Seats(env, [["nearest_hare", "mixed", *others]], False, GOALS, args.redraw, remember=True)
+    if table is None:
+        seats = game.Seats(env, [["learner", "mixed", *others]], False, GOALS, args.redraw, remember=True)
+    else:
+        seats = game.Seats(env, [table])
+    seat = int(seats.learner_seat[0, 0])
     played = torch.zeros(args.places, dtype=torch.int64, device=env.device)
     total = torch.zeros(args.places, device=env.device)
     while int(played.min()) < args.games:
-        probs = seats.action_probs(env.state).clone()
-        rules = torch.stack([game.PLAYER_PROBS[name](env, env.state, slice(0, 1))[:, 0] for name in GOALS], 1)
-        probs[:, 0] = rules[torch.arange(args.places, device=env.device), choose_goal(hunter, env, seats)]
-        actions = game.sample(probs)
+        probs = ladder_probs(hunter, env, seats) if table is None else bayes_probs(env, seats)
+        actions = game.sample(seats.action_probs(env.state, probs))
         _, _, present_before, done = env.step(actions)
         seats.update(actions, present_before, done)
-        total += env.final_return[:, 0] * (done & (played < args.games))
+        total += env.final_return[:, seat] * (done & (played < args.games))
         played += done
     return total / args.games
 
@@ -91,10 +148,14 @@ def main(args: Args) -> dict[str, float]:
     """-> mean return of each hunter"""
     game.check_ranges(args)
     config, games = args.config, args.places * args.games
-    print(f"{config.setting}, {config.final_time} steps, --redraw {args.redraw}, {games} games")
+    tables = {seats: game.seats_table(seats, config.num_players) for seats in args.seats}
+    for seats, table in tables.items():
+        game.refuse(table.count("learner") != 1, f"--seats needs one learner, not {seats}")
+    ladder = "" if tables else f" --redraw {args.redraw},"
+    print(f"{config.setting}, {config.final_time} steps,{ladder} {games} games")
     found = {}
-    for hunter in HUNTERS:
-        returns = play(args, hunter).cpu().numpy()
+    for hunter in tables or HUNTERS:
+        returns = play(args, hunter, tables.get(hunter)).cpu().numpy()
         found[hunter] = float(returns.mean())
         print(f"{hunter:<7} {mean_text(*interval(returns))}")
     return found

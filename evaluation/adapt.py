@@ -6,14 +6,18 @@
     python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
 
 RUN, `--script` and what follows `--`: as in evaluate.py. Each set plays `--steps` steps, `--repetitions` times, the
-learner in each seat in turn. Scores are mean returns of the games that ended in the last quarter of the
-steps, beside a random player's (normalised: 0) and those of a best response (1), plain PPO trained with exactly this
-set. Beside the checkpoint: `adaptation_<set>.csv`, its `_curve.csv` and its `.png`.
+learner in each seat in turn (one that was alone with rule-based players sits in all). Scores are mean returns of the
+games that ended in the last quarter of the steps. Their intervals are over training seeds. References: a random player
+(normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best response (1): plain PPO trained with
+exactly this set, the best of `--best-response-seeds` by held-out games. Beside the checkpoint: `adaptation_<set>.csv`,
+its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
-co-players as it remembers them, does PPO on these, and acts with the new policy where that earns more in imagination
-than the one it came with, by two standard errors. One without does PPO on the real steps.
+co-players as it remembers them and does PPO on these. One without does PPO on real steps. Mode `unguarded` acts with
+the new policy. Mode `learning` does so only where the new policy earns more than the one it came with, by two standard
+errors: in imagined games, or without a world model in held-out real games. These and the games that such a learner
+practises in are not counted as steps.
 """
 
 import dataclasses
@@ -31,7 +35,8 @@ from evaluate import Run, RunFlags, interval, learner_index, make_state, mean_te
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from stag_hunt_env import Count, NonNegative, Positive, Whole, command_line, seats_table
+from benchmarks.scripted import bayes_probs
+from stag_hunt_env import Count, NonNegative, Positive, Seats, StagHuntEnv, Whole, command_line, sample, seats_table
 
 SHORT = {"NS": "nearest_stag", "NH": "nearest_hare", "noisy NS": "noisy_stag", "noisy NH": "noisy_hare"}
 SETS = {
@@ -40,8 +45,12 @@ SETS = {
                   "switching + waiting + random"),
 }  # fmt: skip
 SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
-         "imagined return before", "policy changed")  # fmt: skip
+         "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
+BEST_RESPONSE_GAMES = 512
+FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
+Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
+LEARNING_MODES = "unguarded", "learning", "both"
 LEARNING = "learning_rate", "update_epochs", "num_minibatches", "ent_coef", "subgoal_learning_rate", "subgoal_updates"
 
 
@@ -51,8 +60,9 @@ class AdaptFlags:
     """sets of three co-players: known to everybody's models, or not even to these"""
     seats: tuple[str, ...] = ()
     """own sets instead, such as learner,random,random,nearest_stag: one learner and named players in each"""
-    modes: tuple[Literal["frozen", "search", "learning", "both"], ...] = ("frozen", "learning")
-    """the learner as it is; searching (a script with a planner); learning; searching and learning"""
+    modes: tuple[Mode, ...] = ("frozen", "unguarded", "learning")
+    """the learner as it is; searching (a script with a planner); learning, always with the new weights; learning, with
+    the old weights unless the new ones are better; searching and learning like that"""
     steps: Count = 2400
     """env steps with the same co-players"""
     repetitions: Count = 64
@@ -62,11 +72,13 @@ class AdaptFlags:
     rounds: Count = 4
     """batches of imagined games per update"""
     imagined_games: Count = 128
-    """imagined games in each batch"""
+    """imagined games in each batch, and games that the old and the new weights are compared by"""
     references: bool = True
-    """also measure a random player and train a best response to each set"""
+    """also measure a random player and the scripted Bayes hunter, and train a best response to each set"""
     best_response_steps: Count = 2_000_000
     """env steps of each best response"""
+    best_response_seeds: Count = 3
+    """best responses to each set, of which held-out games choose one"""
     learning_rate: Positive = 1e-3
     """policy: Adam's step size"""
     update_epochs: Count = 4
@@ -172,9 +184,17 @@ def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
     return trusted.int().cumprod(0).sum().expand_as(horizon)
 
 
-def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
+def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int):
+    """The same learners, with the same co-players, in other games"""
+    flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
+    other = run.script.make_train_state(flags, tables, [args.seed + number], run.device)
+    return dataclasses.replace(other, networks=state.networks)
+
+
+def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str):
     """A generator, one round at a time. -> return and number of the learner's games that ended [M, 2], and metrics [M].
-    boards (see first_boards): to imagine games from, or None"""
+    tables: who sits where. boards (see first_boards): to imagine games from, or None"""
+    learn, guarded = mode in LEARNING_MODES, mode in ("learning", "both")
     script, env, networks, policy = run.script, state.env, state.networks, state.networks.policy
     seat, flags = state.seats.learner_seat[:, 0], state.args
     rows, rounds = torch.arange(len(seat), device=run.device), args.steps // args.every
@@ -195,13 +215,15 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
             torch.manual_seed(args.seed)
             return script.opponent_model_losses(flags, env, networks, transitions, 0.0)["moa"]
 
+    def remembered_history():
+        history = state.rollout_state["history"]
+        over = torch.ones_like(history[..., :1], dtype=torch.bool)
+        return script.add_event(history, 0.0, over, script.history_decay(flags))
+
     def imagine_games():
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
         start = script.Transitions(*(x[rows[:, None], pick] for x in boards))
-        history = state.rollout_state["history"]
-        over = torch.ones_like(history[..., :1], dtype=torch.bool)
-        history = script.add_event(history, 0.0, over, script.history_decay(flags))
-        remembered = {"history": history, "oracle_id": oracle_id}
+        remembered = {"history": remembered_history(), "oracle_id": oracle_id}
         remembered = {name: x.expand(-1, args.imagined_games, *x.shape[2:]) for name, x in remembered.items()}
         start = start._replace(**remembered)
         return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)
@@ -212,13 +234,25 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
         total = (samples["reward"] * samples["mask"]).sum(1)
         return total.mean(1), total.var(1) / total.shape[1]
 
+    def held_out_return():
+        """The same, of real games"""
+        held_out.rollout_state["history"].copy_(remembered_history())
+        returns = play_games(run, held_out, 1, skip=1)["return"]  # what is under way began with other weights
+        total = torch.tensor(returns, dtype=torch.float32, device=run.device)[rows, :, seat]
+        return total.mean(1), total.var(1) / total.shape[1]
+
     def learn_policy(samples, real):
         batch = script.make_ppo_batch(flags, samples, real=real)
         script.ppo_update(flags, policy, state.optimizers["policy"], batch)
 
     play_round = capture_later(run, state, functools.partial(play, run, state, args.every))
     learn_imagined = capture_later(run, state, lambda: learn_policy(imagine_games(), False))
-    judge = capture_later(run, state, imagined_return)
+    judge = held_out_return if boards is None else capture_later(run, state, imagined_return)
+    judged = "held-out return" if boards is None else "imagined return"
+    if guarded and boards is None:
+        held_out = other_games(args, run, state, tables, 1, args.imagined_games)
+        practice = other_games(args, run, state, tables, 2, 1)
+        practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
     for number in range(rounds):
         transitions, outputs, episodes = play_round()
         done = episodes["done"].float()  # [T, M]
@@ -235,29 +269,50 @@ def adaptation_loop(args: Args, run: Run, state, boards, learn: bool):
         if learn:
             policy.load_state_dict(learned)
         if learn and boards is None:
+            if guarded:  # PPO learns from what the new weights do, whoever acts
+                transitions, outputs, _ = practise_round()
             learn_policy(script.real_samples(flags, env.config, transitions, outputs), True)
-            learned = copy_params(policy)
         elif learn:
             oracle_id.copy_(transitions.oracle_id[:, -1])
             state.horizon.copy_(pooled_horizon(run, state, transitions))
             for _ in range(args.rounds):
                 learn_imagined()
-            learned = copy_params(policy)
+        learned = copy_params(policy)
+        if guarded or (learn and boards is not None):
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
             better = new - old > 2 * (new_error + old_error).sqrt()
-            policy.load_state_dict(select_params(better, learned, came_with))
-            metrics |= {"imagined return": torch.where(better, new, old), "imagined return before": old.clone()}
-            metrics["policy changed"] = better
+            used = better if guarded else torch.ones_like(better)
+            policy.load_state_dict(select_params(used, learned, came_with))
+            metrics |= {judged: torch.where(used, new, old), f"{judged} before": old.clone(), "policy changed": used}
         yield earned.cpu().numpy(), metrics
 
 
-def best_responses(args: Args, run: Run, sets: dict, num_iterations: int, games: int):
-    """A generator: trains plain PPO with exactly each set, an iteration at a time; at last yields what it earns"""
-    changes = {"config": run.args.config, "seed": args.seed, "num_envs": games, "precision": run.args.precision}
+def bayes_hunter(args: Args, run: Run, tables: list):
+    """As adaptation_loop: the scripted hunter, which neither learns nor remembers a game"""
+    env = StagHuntEnv(run.args.config, len(tables), run.device, args.seed)
+    seats = Seats(env, tables, population=run.args.population)
+    seat, rows = seats.learner_seat[:, 0], torch.arange(len(tables), device=run.device)
+    for _ in range(args.steps // args.every):
+        earned = torch.zeros(len(tables), 2, device=run.device)
+        for _ in range(args.every):
+            actions = sample(seats.action_probs(env.state, bayes_probs(env, seats)))
+            _, _, present_before, done = env.step(actions)
+            seats.update(actions, present_before, done)
+            earned[:, 0] += done * env.final_return[rows, seat]
+            earned[:, 1] += done
+        yield earned.cpu().numpy(), {}
+
+
+def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
+    """A generator: trains plain PPO with exactly each set, from several seeds, an iteration at a time. At last yields
+    what each earned in held-out games [sets, seeds], and the best one's mean return in each place of others [sets, E]
+    """
+    changes = {"config": run.args.config, "seed": args.seed, "precision": run.args.precision}
+    changes["num_envs"] = BEST_RESPONSE_GAMES
     ppo_args = run.script.make_args("ppo", args.device, **changes)
-    tables = [["learner", *players] for players in sets.values()]
+    tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
     state = run.script.make_train_state(ppo_args, tables, [args.seed], run.device)
     iteration = capture_later(run, state, functools.partial(run.script.train_iteration, state, False, False))
     for number in range(num_iterations):
@@ -265,8 +320,10 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int, games:
         state.optimizers["policy"].param_groups[0]["lr"].fill_(rate)
         iteration()
         yield None
-    sums = play_games(run, state, 4)
-    yield (sums["return"][:, 0] / sums["games"][:, 0]).tolist()
+    returns = [play_games(run, state, 4, skip=1)["return"][..., 0] / 4 for _ in range(2)]  # seat 0: the learner
+    held_out, scored = (x.reshape(len(sets), args.best_response_seeds, -1) for x in returns)
+    chosen = held_out.mean(2).argmax(1)
+    yield held_out.mean(2), scored[np.arange(len(sets)), chosen]
 
 
 def timed(function, times: int) -> float:
@@ -279,79 +336,124 @@ def timed(function, times: int) -> float:
     return time.perf_counter() - began
 
 
-def main(args: Args) -> dict[str, float]:
-    """-> score by mode and set"""
-    run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
-    final_time, searching = run.args.config.final_time, {"search", "both"} & set(args.modes)
-    if args.steps % args.every or rounds // 4 * args.every < final_time:
-        raise ValueError(f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
-    if searching and getattr(run.args, "planner", "none") == "none":
-        raise ValueError(f"--modes {searching.pop()}: nobody searches without a script's -- --planner mcts")
+def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict:
+    """mode -> its generator"""
     tables, index = deal_seats(args, sets)
-    modes = ("random", *args.modes) if args.references else args.modes
-    per_iteration = 512 * run.script.make_args("ppo", args.device).num_steps
-    iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
-    print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
-    print(f"modes: {', '.join(modes)}; best responses: {iterations} iterations of PPO", flush=True)
     changes = {name: getattr(args, name) for name in LEARNING} | {"offline_ratio": 0.0}
-    changes |= {"num_envs": 1, "num_steps": args.every, "replay_rollouts": rounds, "share_parameters": False}
-    changes |= {"imagination_horizon": final_time, "critic_data": "mixed", "subgoal_batch_size": 2}
-    curves, metrics, loops = {mode: [] for mode in modes}, {}, {}
+    changes |= {"num_envs": 1, "num_steps": args.every, "replay_rollouts": args.steps // args.every}
+    changes |= {"imagination_horizon": run.args.config.final_time, "critic_data": "mixed", "subgoal_batch_size": 2}
+    changes["share_parameters"] = False
+    loops = {}
     for mode in modes:
-        learn = mode in ("learning", "both")
-        imagination = learn and "world" in run.checkpoint["states"][0]["networks"]
+        if mode == "Bayes hunter":
+            loops[mode] = bayes_hunter(args, run, tables)
+            continue
+        imagination = mode in LEARNING_MODES and "world" in run.checkpoint["states"][0]["networks"]
         quiet = {"planner": "none"} if hasattr(run.args, "planner") and mode not in ("search", "both") else {}
         state = make_state(run, tables, [args.seed], index, imagination=imagination, **changes, **quiet)
         if mode == "random":  # all logits 0
             state.networks.policy.load_state_dict({k: 0 * p for k, p in state.networks.policy.state_dict().items()})
-        loops[mode] = adaptation_loop(args, run, state, first_boards(run, index) if imagination else None, learn)
+        boards = first_boards(run, index) if imagination else None
+        loops[mode] = adaptation_loop(args, run, state, tables, boards, mode)
+    return loops
+
+
+def cluster_means(values: np.ndarray, clusters: np.ndarray) -> list[float]:
+    """values [repetitions] -> the mean of each cluster"""
+    return [float(values[clusters == cluster].mean()) for cluster in np.unique(clusters)]
+
+
+def main(args: Args) -> dict[str, float]:
+    """-> score by mode and set"""
+    run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
+    config, searching, quarter = run.args.config, {"search", "both"} & set(args.modes), rounds // 4
+    final_time, highest = config.final_time, max(config.payoffs())
+    if args.steps % args.every or quarter * args.every < final_time:
+        raise ValueError(f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
+    if searching and getattr(run.args, "planner", "none") == "none":
+        raise ValueError(f"--modes {searching.pop()}: nobody searches without a script's -- --planner mcts")
+    modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
+    per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
+    iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
+    print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
+    seeds = args.best_response_seeds
+    print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
+    curves, imagined, metrics = {mode: [] for mode in modes}, {}, {}
+    loops = make_loops(args, run, sets, modes)
 
     def play_all():
         for mode, loop in loops.items():
             earned, metrics[mode] = next(loop)
             curves[mode].append(earned)
+            if "imagined return" in metrics[mode]:
+                imagined.setdefault(mode, []).append(metrics[mode]["imagined return"].cpu().numpy())
 
     warm_up = 3 if run.device.type == "cuda" else 1
-    training = best_responses(args, run, sets, iterations, 512)
+    training = best_responses(args, run, sets, iterations)
     seconds = timed(play_all, warm_up) * (rounds - warm_up)
     if iterations > warm_up:
         seconds += timed(lambda: next(training), warm_up) * (iterations - warm_up)
     print(f"about {seconds / 60:.1f} minutes to go on {run.device}", flush=True)
     for _ in tqdm(range(rounds - warm_up), desc="adaptation", unit="round", leave=False):
         play_all()
-    if args.references:
-        *_, best = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
     for mode, found in metrics.items():
         for k, key in enumerate(sets if found else ()):
             shown = {name: x.float().reshape(len(sets), -1)[k].mean() for name, x in found.items() if name in SHOWN}
             print(f"{mode}, {key}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()))
     curves = {name: np.reshape(curve, (rounds, len(sets), -1, 2)) for name, curve in curves.items()}
-    last = {name: curve[-(rounds // 4) :].sum(0) for name, curve in curves.items()}  # [sets, repetitions, 2]
+    last = {name: curve[-quarter:].sum(0) for name, curve in curves.items()}  # [sets, repetitions, 2]
     scores = {name: x[..., 0] / x[..., 1] for name, x in last.items()}
-    table = {name: [interval(row) for row in score] for name, score in scores.items()}
+    # The last quarter was played with the weights of one round earlier.
+    imagined = {mode: np.mean(x[-quarter - 1 : -1], 0).reshape(len(sets), -1) for mode, x in imagined.items()}
+    repetition = np.arange(args.repetitions)
+    seed = repetition // config.num_players % run.checkpoint["args"]["num_seeds"]
+    table, more = {}, {}
+    for name, score in scores.items():
+        clusters = seed if name in args.modes else repetition  # nobody trained the others
+        table[name] = [interval(cluster_means(row, clusters)) for row in score]
     if args.references:
-        table["best response"] = [(value, math.nan) for value in best]
-    write_results(args, list(sets), table, curves)
+        *_, (held_out, best) = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
+        table["best response"] = [interval(row) for row in best]
+        more["best response chosen"] = held_out.argmax(1) + 1
+        more |= {f"best response {k + 1} held-out": column for k, column in enumerate(held_out.T)}
+    for mode, found in imagined.items():
+        mean = np.array([np.mean(cluster_means(row, seed)) for row in found])
+        real = np.array([mean for mean, _ in table[mode]])
+        more |= {f"{mode} imagined mean": mean, f"{mode} warning": (mean - real > FAR_ABOVE * highest).astype(int)}
+        changed = metrics[mode]["policy changed"].float().reshape(len(sets), -1).mean(1)
+        for k in np.flatnonzero(more[f"{mode} warning"]):
+            returns = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
+            print(f"warning: {mode}, {list(sets)[k]}: {returns}, new weights in {changed[k]:.0%} of the repetitions")
+    by_repetition = {"seed": run.checkpoint["args"]["seed"] + seed, "seat": repetition % config.num_players}
+    by_repetition = {name: np.broadcast_to(x, (len(sets), args.repetitions)) for name, x in by_repetition.items()}
+    by_repetition |= scores | {f"{mode} imagined": x for mode, x in imagined.items()}
+    write_results(args, list(sets), table, more, by_repetition, curves)
     for name in [name for name in args.modes if name != "frozen" and "frozen" in scores]:
-        gains = [mean_text(*interval(row)) for row in scores[name] - scores["frozen"]]
+        gains = [mean_text(*interval(cluster_means(row, seed))) for row in scores[name] - scores["frozen"]]
         print(f"{name} minus frozen: " + ", ".join(f"{key} {gain}" for key, gain in zip(sets, gains, strict=True)))
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 
-def write_results(args: Args, sets: list[str], table: dict, curves: dict) -> None:
-    """table {name: (mean, half width) per set}, curves {name: [rounds, sets, repetitions, 2]}"""
+def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repetition: dict, curves: dict) -> None:
+    """table {name: (mean, half width) per set}, more {column: value per set}, by_repetition {column: [sets,
+    repetitions]}, curves {name: [rounds, sets, repetitions, 2]}"""
     title = "_".join(seats.replace(",", "-") for seats in args.seats)[:200] or args.sets
     start = args.run.path.parent / f"adaptation_{title}"
+    normalised = [name for name in table if name not in ("random", "best response")]
     parts = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
-    rows = [["co_players", *parts, *(f"{mode} normalised" for mode in args.modes)]]
+    rows = [["co_players", *parts, *(f"{name} normalised" for name in normalised), *more]]
     print(f"return over the last quarter of {args.steps} steps (normalised: random 0, best response 1)")
     print(" " * 42 + "".join(name.rjust(22) for name in table))
     for k, key in enumerate(sets):
         low, high = (table[name][k][0] if name in table else math.nan for name in ("random", "best response"))
-        norms = {mode: (table[mode][k][0] - low) / (high - low) if high != low else math.nan for mode in args.modes}
-        rows.append([key, *(value for name in table for value in table[name][k]), *norms.values()])
+        norms = {name: (table[name][k][0] - low) / (high - low) if high != low else math.nan for name in normalised}
+        found = [value for name in table for value in table[name][k]]
+        rows.append([key, *found, *norms.values(), *(column[k] for column in more.values())])
         texts = (mean_text(*table[name][k]) + (f" ({norms[name]:.2f})" if name in norms else "") for name in table)
         print(key.ljust(42) + "".join(text.rjust(22) for text in texts))
+    repetitions = [["co_players", "repetition", *by_repetition]]
+    for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
+        repetitions.append([key, r, *(f"{column[k, r]:.6g}" for column in by_repetition.values())])
     figure = Figure((max(4, 2.6 * len(sets)), 2.8), layout="tight")
     axes = figure.subplots(1, len(sets), squeeze=False)
     points = [["co_players", "learner", "steps", "return"]]
@@ -365,8 +467,9 @@ def write_results(args: Args, sets: list[str], table: dict, curves: dict) -> Non
     axes[0][0].legend(fontsize=7)
     figure.savefig(f"{start}.png", dpi=75)
     write_csv(f"{start}.csv", rows)
+    write_csv(f"{start}_repetitions.csv", repetitions)
     write_csv(f"{start}_curve.csv", points)
-    print(f"wrote {start}.csv, _curve.csv and .png")
+    print(f"wrote {start}.csv, _repetitions.csv, _curve.csv and .png")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main(args: Args) -> dict[str, float]:
     ]
     changes = {"num_envs": places, "share_parameters": False, "imagination": False}
     state = make_state(run, [table] * len(meetings), [args.seed], index, **changes)
-    sums = play_games(run, state, each)  # [meetings, N]
+    sums = {name: x.sum(1) for name, x in play_games(run, state, each).items()}  # [meetings, N]
     returns = (sums["return"] / sums["games"]).reshape(seeds, seeds, n, n)
     matrix = returns.diagonal(axis1=2, axis2=3).mean(2)  # of the guest, over its seats
     names = [str(saved["seed"] + s) for s in range(seeds)]

@@ -163,18 +163,19 @@ def play(run: Run, s, num_steps: int):
     return run.script.rollout(s.args, s.env, s.seats, s.networks, s.rollout_state, num_steps)
 
 
-def play_games(run: Run, state, each: int) -> dict[str, np.ndarray]:
-    """Sums [blocks, N] over the first `each` games of every place: short games do not count more often."""
+def play_games(run: Run, state, each: int, skip: int = 0) -> dict[str, np.ndarray]:
+    """Sums [blocks, places, N] over the first `each` games of every place, after the first `skip`: short games do not
+    count more often."""
     played = torch.zeros(state.env.num_envs, dtype=torch.int64, device=run.device)
     sums = defaultdict(float)
-    while int(played.min()) < each:
+    while int(played.min()) < skip + each:
         _, _, episodes = play(run, state, 8)
         number = played + episodes["done"].cumsum(0)  # [T, B]
-        prey, counts = episodes["prey"], (episodes["done"] & (number <= each))[..., None]
+        prey, counts = episodes["prey"], (episodes["done"] & (skip < number) & (number <= skip + each))[..., None]
         found = {"games": counts.expand_as(prey), "return": counts * episodes["return"]}
         found |= {"stag": counts & (prey == game.HUNT_STAG), "hare": counts & (prey == game.HUNT_HARE)}
         for name, x in found.items():
-            sums[name] = sums[name] + x.double().unflatten(1, (state.seats.num_blocks, -1)).sum((0, 2)).cpu().numpy()
+            sums[name] = sums[name] + x.double().unflatten(1, (state.seats.num_blocks, -1)).sum(0).cpu().numpy()
         played = number[-1]
     return dict(sums)
 
@@ -224,7 +225,7 @@ def main(args: Args) -> dict[str, float]:
     places, seeds = math.ceil(args.games / each), list(range(args.seed, args.seed + num_seeds))
     index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
     state = make_state(run, [table] * num_seeds, seeds, index, num_envs=places, **changes)
-    sums = play_games(run, state, each)  # [S, N]
+    sums = {name: x.sum(1) for name, x in play_games(run, state, each).items()}  # [S, N]
     returns, stag, hare = (sums[key] / sums["games"] for key in ("return", "stag", "hare"))
     title = f"evaluation_{'-'.join(table)}" + ("" if planner == "none" else f"_{planner}")
     print(f"{config.setting}, {run.path}, frozen, planner {planner}; {places * each} games a seed, {num_seeds} seed(s)")

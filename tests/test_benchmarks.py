@@ -1,6 +1,7 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
 import csv
+import itertools
 import json
 import math
 import shutil
@@ -317,11 +318,16 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     (there / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (there / "adaptation_standard.csv").write_text("co_players,frozen mean\n3 NH,0.5\n")
     (there / "adaptation_strangers_curve.csv").write_text("co_players,learner,steps,return\n3 waiting,frozen,100,1.5\n")
+    (there / "adaptation_strangers_repetitions.csv").write_text(
+        "co_players,repetition,seed,frozen\n3 waiting,3,2,0.5\n"
+    )
     (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
     experiments.collect(args, "8")
     tables = {name: experiments.read(args, "8", name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
     met = {"run": "PPO", "sets": "standard", "co_players": "3 NH", "frozen mean": "0.5"}
     point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
+    repetition = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "repetition": "3", "seed": "2"}
+    assert experiments.read(args, "8", "_adaptation_repetitions") == [repetition | {"frozen": "0.5"}]
     assert tables["_adaptation"] == [met] and tables["_adaptation_curves"] == [point | {"return": "1.5"}]
     assert [row["return"] for row in tables["_cross_play"]] == ["2.5", "2.25", "2.0", "2.75"]
 
@@ -374,12 +380,22 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
         "random mean": "0.5",
         "best response mean": "1.5",
         "frozen mean": "1",
+        "Bayes hunter mean": "1.75",
     }
     other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
     large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
     found = experiments.normalised([other, large], [best, other], "standard")
     assert np.isnan(found.pop("HOP+, 8x8, learning")["3 NH"]), "this board has no references"
     assert found == {"HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
+    found = experiments.normalised([best, best | {"run": "PPO, 8x8"}], [best, best | {"run": "PPO, 8x8"}], "standard")
+    assert found["Bayes hunter"] == found["Bayes hunter, 8x8"] == {"3 NH": 1.25} and len(found) == 4
+
+
+def test_a_control_has_the_information_of_the_models():
+    for section, label in itertools.product("78", ("PPO, mixed", "PPO, mixed, 8x8")):
+        run, other = (experiments.SECTIONS[section][1][name] for name in (label, label.replace(", mixed", "")))
+        assert run.flags.replace(" --seats learner,mixed,mixed,mixed", "") == other.flags != run.flags
+        assert set(run.then) == {experiments.ADAPT, experiments.STRANGERS}
 
 
 def test_sections_and_runs_that_do_not_exist(capsys):

@@ -1,5 +1,6 @@
 """On a GPU: the same game as on the CPU, captured and compiled too; the same training; no step waits for the host."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from helpers import TINY_FLAGS, lines_of, mixed_actions, random_kinds, same_tree
 
 import hopplus_ppo as hop
 from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, Seats, StagHuntConfig, StagHuntEnv, State, sample
+
+sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
+import adapt
 
 pytestmark = pytest.mark.cuda
 
@@ -262,3 +266,17 @@ def test_an_iteration_never_waits_for_the_host(method, changes):
         hop.train_iteration(state, method == "hopplus", train)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
+def test_adaptation_runs_on_the_gpu(method, tmp_path, monkeypatch):
+    """Learners with and without a world model, in every mode, and every reference"""
+    args = hop.make_args(method, "cuda", **TINY_FLAGS, num_seeds=2, run_dir=str(tmp_path))
+    folder = Path(hop.main(args)["checkpoint"]).parent
+    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
+    words = ["--steps", "48", "--every", "8", "--repetitions", "6", "--imagined-games", "4", "--rounds", "1"]
+    words += ["--best-response-steps", "4096", "--seats", "learner,nearest_hare,random", "learner,waiting,switching"]
+    found = adapt.main(adapt.parse_args([str(folder), "--device", "cuda", *words]))
+    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    assert set(found) == {f"{row}/{key}" for row in rows for key in ("nearest_hare + random", "waiting + switching")}
+    assert all(0 <= value <= 5 for value in found.values()) and found["Bayes hunter/nearest_hare + random"] > 0.5

@@ -203,7 +203,18 @@ def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
     assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
     assert evaluate.main(here) != evaluate.main(there), "more decided"
-    call(adapt, folder, "--script", copy, *FAST, "--seats", "learner,random,random", "--no-references")
+    call(
+        adapt,
+        folder,
+        "--script",
+        copy,
+        *FAST,
+        "--seats",
+        "learner,random,random",
+        "--no-references",
+        "--modes",
+        "learning",
+    )
     (tmp_path / "lacks.py").write_text(text.replace("def capture(", "def catch("))
     with pytest.raises(ValueError, match=r"lacks\.py has no capture$"):
         read(evaluate, folder, "--script", tmp_path / "lacks.py")
@@ -394,22 +405,25 @@ def test_the_sets():
         game.seats_table(["learner", *players], 4)
 
 
-def test_adaptation(folder, capsys):
+def test_adaptation(folder, capsys, monkeypatch):
+    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
     args = read(adapt, folder, *FAST, "--seats", "learner,nearest_hare,random", "random,learner,nearest_stag",
-                "--best-response-steps", 16384)  # fmt: skip
+                "--best-response-steps", 1024, "--best-response-seeds", 2)  # fmt: skip
     states, rollouts = [], []
     watch(args, "make_train_state", states)
     watch(args, "rollout", rollouts)
     found = adapt.main(args)
     sets = ["nearest_hare + random", "nearest_stag + random"]
-    assert set(found) == {f"{m}/{key}" for m in ("random", "frozen", "learning", "best response") for key in sets}
+    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    assert set(found) == {f"{name}/{key}" for name in rows for key in sets}
     assert all(0 <= value <= 5 for value in found.values())
-    for (_, tables, *_), _ in states[:3]:
+    assert found["Bayes hunter/nearest_stag + random"] > 4, "in every seat it hunts with its partner"
+    for (_, tables, *_), _ in states[:4]:
         assert len(tables) == 12
         for r, table in enumerate(tables):
             others = ["nearest_hare", "random"] if r < 6 else ["nearest_stag", "random"]
             assert [table[(r + k) % 3] for k in range(3)] == ["learner", *others], "the learner sits in seat r mod N"
-    assert states[3][0][1] == [["learner", "nearest_hare", "random"], ["learner", "nearest_stag", "random"]]
+    assert states[4][0][1] == [["learner", other, "random"] for other in ("nearest_hare", "nearest_stag") for _ in "12"]
     saved = args.run.checkpoint["states"][0]["networks"]["policy"]
     frozen = states[1][1].networks.policy.state_dict()
     assert equal(frozen, {name: p[[0, 1, 2, 3, 4, 5] * 2] for name, p in saved.items()}), "every learner of both seeds"
@@ -417,43 +431,48 @@ def test_adaptation(folder, capsys):
     _, (_, outputs, _) = rollouts[0]
     legal = outputs["legal"]
     torch.testing.assert_close(outputs["log_probs"].exp(), legal / legal.sum(-1, keepdim=True), msg="uniform")
-    _, (_, _, episodes) = rollouts[3 * 3 + 1]  # random, frozen, learning; the last of four rounds
+    title = "adaptation_learner-nearest_hare-random_random-learner-nearest_stag"
+    rows, repetitions = table_of(folder / f"{title}.csv"), table_of(folder / f"{title}_repetitions.csv")
+    _, (_, _, episodes) = rollouts[4 * 3 + 1]  # random, frozen, unguarded, learning; the last of four rounds
     for k, key in enumerate(sets):
         done, returns = episodes["done"][:, 6 * k : 6 * k + 6], episodes["return"][:, 6 * k : 6 * k + 6]
         scores = [float(returns[done[:, r], r, r % 3].mean()) for r in range(6)]
         assert found[f"frozen/{key}"] == pytest.approx(sum(scores) / 6), "the last quarter"
-    title = "adaptation_learner-nearest_hare-random_random-learner-nearest_stag"
-    rows = table_of(folder / f"{title}.csv")
+        own = [row for row in repetitions if row["co_players"] == key]
+        assert [float(row["frozen"]) for row in own] == pytest.approx(scores, rel=1e-5)
+        assert [(int(row["repetition"]), int(row["seat"]), int(row["seed"])) for row in own] == [
+            (0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 0, 2), (4, 1, 2), (5, 2, 2)
+        ]  # fmt: skip
     assert [row["co_players"] for row in rows] == sets and (folder / f"{title}.png").stat().st_size > 1000
     for key, row in zip(sets, rows, strict=True):
         low, high = found[f"random/{key}"], found[f"best response/{key}"]
         assert float(row["learning mean"]) == pytest.approx(found[f"learning/{key}"])
         assert float(row["frozen normalised"]) == pytest.approx((found[f"frozen/{key}"] - low) / (high - low))
     points = table_of(folder / f"{title}_curve.csv")
-    assert [int(p["steps"]) for p in points][:4] == [8, 16, 24, 32] and len(points) == 3 * 2 * 4
+    assert [int(p["steps"]) for p in points][:4] == [8, 16, 24, 32] and len(points) == 5 * 2 * 4
     said = capsys.readouterr().out
     assert "2 set(s) of co-players x 6 repetitions x 32 steps, 4 rounds" in said and "minutes to go on cpu" in said
 
 
-def adaptation(path, learn, repetitions=2, **flags):
+def adaptation(path, mode="learning", repetitions=2, **flags):
     """The parts of an adaptation to one set"""
     words = [path, *FAST, "--repetitions", repetitions, "--seats", "learner,random,nearest_hare"]
     args = read(
         adapt, *words, *(str(word) for pair in flags.items() for word in (f"--{pair[0].replace('_', '-')}", pair[1]))
     )
     tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
-    imagination = learn and "world" in args.run.checkpoint["states"][0]["networks"]
+    imagination = mode != "frozen" and "world" in args.run.checkpoint["states"][0]["networks"]
     changes = {"num_envs": 1, "num_steps": args.every, "offline_ratio": 0.0, "imagination": imagination}
     changes |= {"imagination_horizon": 6, "critic_data": "mixed", "replay_rollouts": 4}
     state = evaluate.make_state(args.run, tables, [1], index, **changes)
     boards = adapt.first_boards(args.run, index) if imagination else None
-    return args, state, lambda: adapt.adaptation_loop(args, args.run, state, boards, learn)
+    return args, state, lambda: adapt.adaptation_loop(args, args.run, state, tables, boards, mode)
 
 
 @pytest.mark.parametrize("method", ["ppo", "hopplus"])
 def test_what_was_earned_is_the_learners(method, run, tmp_path):
     path = run[0] if method == "hopplus" else untrained(tmp_path)
-    args, state, loop = adaptation(path, learn=False, repetitions=6)
+    args, state, loop = adaptation(path, mode="frozen", repetitions=6)
     seen = []
     watch(args, "rollout", seen)
     before = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
@@ -468,8 +487,165 @@ def test_what_was_earned_is_the_learners(method, run, tmp_path):
     assert all(equal(before[name], after[name]) for name in before), "frozen"
 
 
+def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, monkeypatch, capsys):
+    """Known scores of 9 repetitions (2 seeds x 3 seats, then seed 1 again) go through main's statistics."""
+    random = np.random.default_rng(5)
+    words = ["--seats", "learner,random,random", "learner,nearest_hare,random", "--repetitions", 9]
+    args = read(adapt, folder, *FAST, *words, "--modes", "frozen", "learning")
+    names = ("random", "Bayes hunter", "frozen", "learning")
+    scores = {name: random.uniform(0, 2, (2, 9)) for name in names}
+    dreams = np.concatenate([scores["learning"][0] + 0.51, scores["learning"][1] + 0.49])  # 0.5: a tenth of 5
+
+    def loop(name):
+        for number in range(4):
+            games = random.integers(1, 4, 18)
+            earned = scores[name].flatten() if number == 3 else random.uniform(0, 9, 18)
+            told = {"policy changed": torch.arange(18) % 2 == 0}
+            imagined = torch.tensor(dreams if number == 2 else 0 * dreams)  # in round 2 for round 3
+            told |= {"imagined return": imagined} if name == "learning" else {}
+            yield np.stack([earned * games, games], 1), told
+
+    def best_responses(*_):
+        yield None
+        yield np.array([[1.0, 3.0, 2.0], [6.0, 5.0, 4.0]]), np.array([[4.0, 2.0, 3.0], [1.0, 1.0, 4.0]])
+
+    monkeypatch.setattr(adapt, "make_loops", lambda *_: {name: loop(name) for name in names})
+    monkeypatch.setattr(adapt, "best_responses", best_responses)
+    found = adapt.main(args)
+    for k, row in enumerate(table_of(folder / "adaptation_learner-random-random_learner-nearest_hare-random.csv")):
+        for name in ("frozen", "learning"):
+            means = scores[name][k][[0, 1, 2, 6, 7, 8]].mean(), scores[name][k][3:6].mean()
+            assert float(row[f"{name} mean"]) == pytest.approx(sum(means) / 2), name
+            assert float(row[f"{name} half_width_95"]) == pytest.approx(
+                12.7062 * abs(means[0] - means[1]) / 2, rel=1e-4
+            )
+        for name in ("random", "Bayes hunter"):
+            half = 2.306 * scores[name][k].std(ddof=1) / 3
+            assert float(row[f"{name} half_width_95"]) == pytest.approx(half, rel=1e-4), "over repetitions"
+        assert float(row["best response half_width_95"]) == pytest.approx((2.4841, 4.3027)[k], rel=1e-4)
+        held_out = [float(row[f"best response {seed} held-out"]) for seed in (1, 2, 3)]
+        assert held_out == ([1, 3, 2], [6, 5, 4])[k] and row["best response chosen"] == ("2", "1")[k]
+        assert float(row["learning imagined mean"]) - float(row["learning mean"]) == pytest.approx((0.51, 0.49)[k])
+        assert row["learning warning"] == ("1", "0")[k]
+        low, high = float(row["random mean"]), (3, 2)[k]
+        for name in ("Bayes hunter", "frozen", "learning"):
+            expected = (float(row[f"{name} mean"]) - low) / (high - low)
+            assert float(row[f"{name} normalised"]) == pytest.approx(expected)
+    assert found["best response/random + random"] == 3
+    said = capsys.readouterr().out
+    (line,) = (line for line in said.splitlines() if line.startswith("warning"))
+    assert line.startswith("warning: learning, random + random: imagined return ") and "new weights in 56% of" in line
+    gains = [scores["learning"][k] - scores["frozen"][k] for k in range(2)]
+    means = gains[1][[0, 1, 2, 6, 7, 8]].mean(), gains[1][3:6].mean()
+    text = f"nearest_hare + random {sum(means) / 2:.3f} ± {12.7062 * abs(means[0] - means[1]) / 2:.3f}"
+    assert text in said.splitlines()[-1], "differences are paired"
+
+
+def test_a_best_response_is_chosen_by_games_that_do_not_score_it(tmp_path, monkeypatch):
+    words = ["--seats", "learner,random,random", "learner,nearest_hare,random", "--best-response-seeds", 3]
+    args = read(adapt, untrained(tmp_path), *FAST, *words)
+    held_out = np.array([[1, 1], [3, 1], [0, 2], [2, 2], [1, 0], [0, 0]])  # [sets * seeds, places]
+    scored = np.array([[9, 9], [4, 2], [9, 9], [1, 2], [9, 9], [9, 9]])
+    calls = []
+
+    def play_games(run, state, each, skip=0):
+        calls.append((each, skip))
+        returns = np.full((6, 2, 3), 7.0)
+        returns[:, :, 0] = each * (held_out if len(calls) == 1 else scored)
+        return {"return": returns}
+
+    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 2)
+    monkeypatch.setattr(adapt, "play_games", play_games)
+    ((means, best),) = adapt.best_responses(args, args.run, adapt.co_player_sets(args), 0)
+    assert means.tolist() == [[1, 2, 1], [2, 0.5, 0]] and best.tolist() == [[4, 2], [1, 2]]
+    assert calls == [(4, 1)] * 2, "without the games that training leaves half played"
+
+
+def test_a_learner_that_was_alone_sits_in_all_seats(tmp_path):
+    """Of seed 1 the only learner stays for ever, of seed 2 it acts at random."""
+    path = untrained(tmp_path, seats="learner,mixed,mixed", stays=[True, False])
+    words = ["--seats", "learner,waiting,waiting", "--no-references", "--modes", "frozen", "--repetitions", 24]
+    found = call(adapt, path, *FAST, *words, "--steps", 96)
+    rows = table_of(tmp_path / "adaptation_learner-waiting-waiting_repetitions.csv")
+    earned = {seed: [float(row["frozen"]) for row in rows if row["seed"] == seed] for seed in "12"}
+    assert earned["1"] == [0] * 12 and sum(earned["2"]) > 0.5
+    assert {(row["seed"], row["seat"]) for row in rows} == {(seed, seat) for seed in "12" for seat in "012"}
+    assert found["frozen/waiting + waiting"] == pytest.approx(sum(earned["2"]) / 24, rel=1e-5)
+
+
+@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
+def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
+    args, state, loop = adaptation(untrained(tmp_path))
+    policy, judged, played, learned = state.networks.policy, [], [], []
+    before, rollout, update = weights(policy), args.run.script.rollout, args.run.script.ppo_update
+
+    def play_games(run, other, each, skip):
+        assert other.networks is state.networks and other.env is not state.env
+        assert (other.env.num_envs, each, skip) == (2 * 4, 1, 1)
+        judged.append(weights(policy))
+        pay = torch.tensor([3.0 if b and len(judged) % 2 else 1.0 for b in better])
+        returns = torch.full((2, 4, 3), 9.0)
+        returns[0, :, 0], returns[1, :, 1] = pay[0], pay[1] + torch.tensor([0.1, -0.1, 0.1, -0.1])  # seats 0 and 1
+        return {"return": returns.double().numpy()}
+
+    def played_out(flags, env, *given):
+        found = rollout(flags, env, *given)
+        played.append((env is state.env, weights(policy), found[0].joint[..., 0]))
+        return found
+
+    def updated(flags, given, optimizer, batch):
+        assert torch.equal(batch["action"], played[-1][2].flatten(1)) and not played[-1][0], "learns from practice"
+        learned.append((update(flags, given, optimizer, batch), weights(policy))[1])
+
+    monkeypatch.setattr(adapt, "play_games", play_games)
+    args.run.script.rollout, args.run.script.ppo_update = played_out, updated
+    *_, (_, metrics) = loop()
+    assert metrics["policy changed"].tolist() == better and len(judged) == 8 and len(learned) == 4
+    assert metrics["held-out return"].tolist() == pytest.approx([3.0 if b else 1.0 for b in better])
+    assert metrics["held-out return before"].tolist() == pytest.approx([1.0, 1.0])
+    assert all(map(equal, judged[::2], learned)) and all(equal(found, before) for found in judged[1::2])
+    acted = [found for own, found, _ in played if own]
+    practised = [found for own, found, _ in played if not own]
+    assert all(map(equal, practised, [before, *learned])) and len(acted) == len(practised) == 4
+    for now, new in zip([*acted[1:], weights(policy)], learned, strict=True):
+        for name, p in now.items():
+            for m in range(2):
+                assert torch.equal(p[m], (new if better[m] else before)[name][m]), name
+    assert any((learned[-1][name] != before[name]).any() for name in before)
+
+
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
+def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
+    args, state, loop = adaptation(untrained(tmp_path, method), repetitions=3)
+    judged, play_games = [], adapt.play_games
+
+    def watched(run, other, each, skip):
+        rollouts, rollout = [], run.script.rollout
+        begun = other.rollout_state["history"].clone()
+        watch(args, "rollout", rollouts)
+        found = play_games(run, other, each, skip)
+        run.script.rollout = rollout
+        judged.append((begun, [episodes for _, (_, _, episodes) in rollouts]))
+        return found
+
+    monkeypatch.setattr(adapt, "play_games", watched)
+    rounds = loop()
+    for _ in range(2):
+        _, metrics = next(rounds)
+    begun, episodes = judged[-1]
+    done, returns = (torch.cat([found[name] for found in episodes]) for name in ("done", "return"))
+    for m in range(3):
+        second = [done[:, 4 * m + e].nonzero().flatten()[1] for e in range(4)]
+        mean = sum(float(returns[t, 4 * m + e, m]) for e, t in enumerate(second)) / 4
+        assert float(metrics["held-out return before"][m]) == pytest.approx(mean), "the second game of each place"
+    now, before = state.rollout_state["history"].expand(-1, 4, -1, -1).chunk(2, 3)
+    decay = hopplus_ppo.history_decay(state.args)
+    assert torch.equal(begun, torch.cat([0 * now, decay * (before + now)], 3)), "with what is remembered"
+    assert method == "ppo" or (begun.any() and decay > 0)
+
+
 def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path), learn=True)
+    args, state, loop = adaptation(untrained(tmp_path), mode="unguarded")
     before, seen = weights(state.networks.policy), []
     watch(args, "ppo_update", seen)
     list(loop())
@@ -479,7 +655,7 @@ def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
 
 @pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
 def test_a_learned_moa_is_used_where_it_predicted_better(better, tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), learn=True)
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"))
     moa, script, calls, learned = state.networks.moa, args.run.script, [], []
     before, inference = weights(moa), weights(state.networks.inference)
     losses = script.opponent_model_losses
@@ -507,9 +683,11 @@ def test_a_learned_moa_is_used_where_it_predicted_better(better, tmp_path):
     assert equal(inference, weights(state.networks.inference)), "q_phi wrote the histories: it stays"
 
 
-@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
-def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(better, run):
-    args, state, loop = adaptation(run[0], learn=True, subgoal_updates=0)
+@pytest.mark.parametrize(("mode", "better"), [
+    ("learning", [False, False]), ("learning", [True, True]), ("learning", [False, True]), ("unguarded", [False, True]),
+])  # fmt: skip
+def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, better, run):
+    args, state, loop = adaptation(run[0], mode, subgoal_updates=0)
     policy, script, judged, learned, started = state.networks.policy, args.run.script, [], [], []
     before, imagine, update = weights(policy), script.imagine, script.ppo_update
 
@@ -538,18 +716,19 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(better, run
     for _ in range(4):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
         _, metrics = next(rounds)
-    assert metrics["policy changed"].tolist() == better and len(judged) == 8 and len(learned) == 4
+    used = [True, True] if mode == "unguarded" else better
+    assert metrics["policy changed"].tolist() == used and len(judged) == 8 and len(learned) == 4
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
     assert all(map(equal, started, [before, *learned])), "learning goes on, used or not"
     for name, p in policy.state_dict().items():
         for m in range(2):
-            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
+            assert torch.equal(p[m], (learned[-1] if used[m] else before)[name][m]), name
     expected = [18.0 if b else 6.0 for b in better]
     assert metrics["imagined return"].tolist() == pytest.approx(expected, rel=1e-2)
 
 
 def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
-    args, state, loop = adaptation(run[0], learn=True, repetitions=6)
+    args, state, loop = adaptation(run[0], repetitions=6)
     starts, rounds = [], loop()
     watch(args, "imagine", starts)
     next(rounds)
@@ -568,7 +747,7 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
 
 
 def test_the_horizon_is_measured_on_all_games_together(run):
-    args, state, _ = adaptation(run[0], learn=True, repetitions=6)
+    args, state, _ = adaptation(run[0], repetitions=6)
     for _ in range(200):  # until some learners' games end on the way
         transitions, _, _ = evaluate.play(args.run, state, 8)
         on_board = transitions.board[:, :6, 0, 0].flatten(2).any(2)

@@ -41,6 +41,62 @@ def test_a_told_hunter_goes_where_its_partner_goes():
         assert torch.equal((distance.amax(1) >= 5)[partner == number], late[partner == number])
 
 
+@pytest.mark.parametrize(("others", "expected"), [
+    (("nearest_stag",) * 3, 2.88),
+    (("nearest_hare",) * 3, 0.95),
+    (("random",) * 3, 1.01),
+    (("nearest_stag", "nearest_stag", "nearest_hare"), 3.58),
+    (("random", "nearest_hare", "nearest_stag"), 4.98),
+])  # fmt: skip
+def test_a_bayes_hunter_finds_out_who_hunts_with_it(others, expected):
+    config = game.StagHuntConfig(height=8, width=8)
+    args = scripted.Args(places=600, games=1, device="cpu", config=config)
+    returns = scripted.play(args, "", [*others[:1], "learner", *others[1:]])
+    assert float(returns.mean()) == pytest.approx(expected, abs=3.5 * float(returns.std()) / 600**0.5 + 0.01)
+
+
+def test_where_a_bayes_hunter_goes():
+    """Its posterior is set by hand: who comes to which stag is then known, and the rest is arithmetic."""
+    config = game.StagHuntConfig(height=4, width=6, num_stags=2, final_time=9)
+    env = game.StagHuntEnv(config, 400, "cpu", 3)
+    env.state.time.copy_(torch.randint(0, 9, (400,)))
+    env.state.present[:100, 3] = False
+    population = ("first_stag", "last_stag", "nearest_stag", "nearest_hare")
+    seats = game.Seats(env, [["nearest_hare", "nearest_hare", "learner", "nearest_hare"]], population=population)
+    logits = 3 * torch.randn(400, 4, 4, generator=torch.manual_seed(4)) + 5 * torch.eye(4)[3]  # often a hare hunter
+    seats.log_posterior.copy_(logits.log_softmax(2))
+    probs, posterior, seen = scripted.bayes_probs(env, seats), seats.posterior(), {"stag": 0, "hare": 0}
+    assert probs.shape == (1, 400, 7)
+    position, prey = env.state.position.tolist(), env.state.prey_position.tolist()
+    for b in range(400):
+        left = 9 - int(env.state.time[b])
+        distance = [[abs(c // 6 - q // 6) + abs(c % 6 - q % 6) for c in position[b]] for q in prey[b]]
+        pays = []
+        for s in (0, 1):
+            nobody = 1.0
+            for i in (0, 1, 3):
+                kinds = prey[b][s] < prey[b][1 - s], prey[b][s] > prey[b][1 - s], distance[s][i] <= distance[1 - s][i]
+                comes = sum(float(posterior[b, i, k]) for k in range(3) if kinds[k])
+                in_time = max(distance[s][i], distance[s][2]) < left and bool(env.state.present[b, i])
+                nobody *= 1 - comes * in_time
+            pays.append(5 * (1 - nobody))
+        nearest = min(distance[q][2] for q in range(2, 6))
+        hare = float(nearest < left)
+        stag = max(pays) > hare
+        if max(pays) == hare == 0 or abs(max(pays) - hare) < 1e-4 or (stag and abs(pays[0] - pays[1]) < 1e-4):
+            continue  # a tie
+        goals = [prey[b][pays.index(max(pays))]] if stag else [prey[b][q] for q in range(2, 6)]
+        seen["stag" if stag else "hare"] += 1
+        for action in probs[0, b].nonzero().flatten().tolist():
+            if action in (game.HUNT_STAG, game.HUNT_HARE):
+                assert position[b][2] in goals and (action == game.HUNT_STAG) == stag
+            else:
+                cell = position[b][2] + (-6, 6, -1, 1)[action]
+                steps = [abs(cell // 6 - q // 6) + abs(cell % 6 - q % 6) for q in goals]
+                assert min(steps) == (distance[prey[b].index(goals[0])][2] if stag else nearest) - 1
+    assert min(seen.values()) > 60, seen
+
+
 def test_games_are_counted_place_by_place():
     done = torch.tensor([[1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()  # [T, B]: 2 seeds, 2 places
     returns = torch.arange(16.0).view(4, 4)
