@@ -95,7 +95,7 @@ def seat_learners(run, table: list[str], seed: int, **changes):
 def read_search(script, args, found: tuple) -> dict[str, torch.Tensor]:
     """What plan_actions returned -> visits and Q at the root, what is played [M, E, 7]; gain, KL, depth [M, E, 3]"""
     _, played, stats, tree = found
-    _, _, visits, q = script.root_policy(args, tree, torch.zeros_like(tree.edges[:, 0, 0]), args.num_trees)
+    _, _, visits, q = script.root_policy(args, 1.0, tree, torch.zeros_like(tree.edges[:, 0, 0]), args.num_trees)
     return {"visits": visits.view_as(played), "q": q.view_as(played), "played": played, "search": stats}
 
 
