@@ -176,6 +176,7 @@ def goal_names(args) -> tuple[str, list[str]]:
         "posterior": ("exact Bayes posterior", args.population.split(",")),
         "oracle": ("told who it is", [*args.population.split(","), "learner"]),
         "bayes": ("Bayes' rule", ["stag", "hare"]),
+        "hop": ("Bayes' rule", ["stag", "hare"]),
     }
     if args.subgoals in known:
         return known[args.subgoals]
@@ -238,7 +239,7 @@ def read_minds(run, state, transitions, probe) -> dict[str, torch.Tensor]:
         now, before = steps.history.chunk(2, -1)
         _, _, stranger = infer(run, state, steps, torch.cat([now, torch.zeros_like(before)], -1))
         found["without"] = goal_probs(run, state, steps, stranger, probe)
-        found["memory"] = before if args.subgoals == "bayes" else before[..., :1]
+        found["memory"] = {"bayes": before, "hop": 0.5 + before}.get(args.subgoals, before[..., :1])
     return {name: x.unflatten(1, transitions.time.shape[1:]) for name, x in found.items() if x is not None}
 
 
