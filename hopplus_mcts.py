@@ -2,7 +2,7 @@
 grow at once on the device, and the policy learns from what the search finds. See `diff hopplus_ppo.py hopplus_mcts.py`.
 
     python hopplus_mcts.py                                        # HOP+ with tree search on 4x4
-    python hopplus_mcts.py --method hop                           # HOP: goals stag or hare, Bayes' rule, the true rules
+    python hopplus_mcts.py --method hop                           # HOP as published (hop-ours: with our additions)
     python hopplus_mcts.py --root gumbel --num-simulations 32     # another root
     python hopplus_mcts.py --planner one-step                     # look one step ahead (none: act by the policy)
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
@@ -48,7 +48,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-10"  # of a checkpoint
+FORMAT = "hopplus-11"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -58,8 +58,8 @@ KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")
 class RunArgs:
     exp_name: str = Path(__file__).stem
     """first part of the run's name"""
-    method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop"] = "hopplus-mcts"
-    """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search; HOP"""
+    method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop", "hop-ours"] = "hopplus-mcts"
+    """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search; HOP; HOP and more"""
     seed: Whole = 1
     """seed of the first experiment; the others count up from it"""
     num_seeds: Count = 1
@@ -106,6 +106,8 @@ class PPOArgs:
     """lambda of generalised advantage estimation (1: Monte Carlo returns)"""
     clip_coef: Positive = 0.2
     """clip range of the ratio"""
+    clip_vloss: bool = False
+    """clip the value loss too: what of a new value is further than clip_coef from the old one may only raise it"""
     ent_coef: NonNegative = 0.03
     """weight of the entropy"""
     vf_coef: NonNegative = 0.5
@@ -116,9 +118,9 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes"] = "inferred"
+    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"] = "inferred"
     """what the policy reads about each co-player: nothing; MOA's prediction, a MOA without subgoals; q_phi's mean; the
-    exact Bayes posterior; who it is; HOP's belief"""
+    exact Bayes posterior; who it is; belief in stag or hare; nothing, and MOA HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16
@@ -210,8 +212,8 @@ class SearchArgs:
     """trees per decision, each with other subgoals of the co-players; their Q are averaged"""
     puct: NonNegative = 1.0
     """pUCT's weight of the policy's priors, with Q in units of the highest payoff"""
-    q_temperature: Positive = 10.0
-    """beta: the search plays softmax(beta * Q + search_prior * log policy)"""
+    q_temperature: Positive = 50.0
+    """beta: the search plays softmax(beta * Q + search_prior * log policy), with Q in the same units"""
     search_prior: NonNegative = 1.0
     """see there; the Gumbel root always has 1"""
     max_depth: Count = 32
@@ -243,14 +245,17 @@ GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": game.SeatFlags, "ppo"
 GROUPS |= {"opponent_model": OpponentArgs, "world_model": WorldModelArgs, "imagination": ImaginationArgs}
 GROUPS |= {"search": SearchArgs, "speed": SpeedArgs}
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
+BAYES = ("bayes", "hop")  # those that are stag or hare, by Bayes' rule
 METHODS = {
     "ppo": {"subgoals": "none", "imagination": False, "inter_episode_belief": False, "planner": "none"},
     "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True, "planner": "none"},
     "hopplus": {"subgoals": "inferred", "imagination": True, "inter_episode_belief": True, "planner": "none"},
     "hopplus-mcts": {"imagination": False, "total_timesteps": 600_000},
-    "hop": {"imagination": False, "total_timesteps": 600_000, "subgoals": "bayes", "goal_kind": "discrete"}
+    "hop-ours": {"imagination": False, "total_timesteps": 600_000, "subgoals": "bayes", "goal_kind": "discrete"}
     | {"goal_dim": 2, "num_trees": 5, "search_model": "env", "search_prior": 0.0},
 }
+METHODS["hop"] = METHODS["hop-ours"] | {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0}
+METHODS["hop"] |= {"gae_lambda": 1.0, "ent_coef": 0.0, "history_reset_prob": 0.0}
 ON_CPU = {  # what two cores do well
     **{"num_envs": 128, "total_timesteps": 250_000, "policy_hidden": 64, "log_every": 1, "save_seconds": 20.0},
     **{"subgoal_updates": 2, "subgoal_period": 2, "subgoal_batch_size": 8, "wm_updates": 2, "wm_batch_size": 256},
@@ -259,7 +264,8 @@ ON_CPU = {  # what two cores do well
 }
 SEARCH_ON_CPU = {"num_envs": 64, "total_timesteps": 80_000, "imagination_horizon": 8, "subgoal_period": 1}
 METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3}}
-METHODS_ON_CPU |= {"hopplus-mcts": SEARCH_ON_CPU, "hop": SEARCH_ON_CPU | {"num_trees": 5}}
+METHODS_ON_CPU |= {"hopplus-mcts": SEARCH_ON_CPU, "hop-ours": SEARCH_ON_CPU | {"num_trees": 5}}
+METHODS_ON_CPU["hop"] = METHODS_ON_CPU["hop-ours"] | {"pretraining_updates": 0}
 
 
 def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> Args:
@@ -279,7 +285,7 @@ def parse_args(words: list[str]) -> Args:
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config, refuse = args.config, game.refuse
-    searches, hop = args.planner != "none", args.subgoals == "bayes"
+    searches, hop = args.planner != "none", args.subgoals in BAYES
     models = args.imagination or searches or args.subgoals not in ("none", *GIVEN)
     world = args.imagination or (searches and args.search_model == "world-model")
     kinds = len(args.population.split(","))
@@ -295,8 +301,8 @@ def validate(args: Args) -> StagHuntConfig:
     refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
     refuse(args.root == "gumbel" and args.policy_loss == "ppo", "--root gumbel needs --policy-loss distill")
     refuse(searches and args.gamma**args.max_depth < 1e-30, "--gamma is too small for this --max-depth")
-    refuse(hop and (args.goal_kind, args.goal_dim) != ("discrete", 2), "--subgoals bayes needs 2 discrete goals")
-    refuse(hop and args.imagination, "--subgoals bayes does not imagine")
+    refuse(hop and (args.goal_kind, args.goal_dim) != ("discrete", 2), "HOP's belief needs 2 discrete goals")
+    refuse(hop and args.imagination, "HOP's belief is not for --imagination")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
     if world:
         beyond = args.imagination_horizon > args.num_steps
@@ -487,7 +493,7 @@ class ActionModel(nn.Module):
 
 def goal_size(args: Args) -> int:
     """How many numbers the policy reads about each co-player"""
-    return {"none": 0, "actions": NUM_ACTIONS}.get(args.subgoals, args.goal_dim)
+    return {"none": 0, "hop": 0, "actions": NUM_ACTIONS}.get(args.subgoals, args.goal_dim)
 
 
 def goal_mean(kind: str, params):
@@ -648,7 +654,7 @@ class ActorCritic(nn.Module):
 
 def policy_inputs(args: Args, entities, walls, clock, last_joint, goals):
     """The learner's own view of the board [M, n, N + P], [M, n, _], [M, n], [M, n, N], [M, n, K*D] -> [M, n, i]"""
-    acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2)
+    acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2) * (args.subgoals != "hop")  # it reads the state
     parts = (entities, walls, clock[..., None], acts, goals)  # cells are numbers up to 255: exact in bfloat16 too
     return torch.cat([x.to(inference_dtype(args, x.device)) for x in parts], 2)
 
@@ -741,8 +747,8 @@ def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, hi
     """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden], oracle_id [M, n, K, D]"""
     m, n, k = history.shape[:3]
     entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
-    if args.subgoals == "bayes":
-        params = bayes_posterior(history.flatten(1, 2).float())
+    if args.subgoals in BAYES:
+        params = bayes_posterior(args, history.flatten(1, 2).float())
         features = goal_action_probs(networks, entities, walls, clock, legal)
     else:
         features = networks.inference(entities, walls, method="encoder")
@@ -772,13 +778,16 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
 @compilable
 def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, joint, history, done):
     """history [M, n, K, 2 * hidden] after joint action [M, n, N]; after a game's end what the next one starts from"""
-    if args.subgoals == "bayes":
+    if args.subgoals in BAYES:
         log_probs = belief.features.view(*belief.present.shape, 2, NUM_ACTIONS)
         action = joint.long()[..., 1:, None, None].expand(*log_probs.shape[:-1], 1)
         evidence = log_probs.gather(4, action)[..., 0].clamp(min=-10)
         evidence = F.pad(evidence - evidence.amax(-1, keepdim=True), (0, 2))  # for or against, not how likely it was
         history = torch.where(belief.present[..., None], history + evidence, history)
-        return torch.where(done[..., None, None], next_game_counts(args, history), history)
+        prior = history[..., 2:] * (history_decay(args) > 0)  # of the next game, as count_hunts left it
+        if args.subgoals == "bayes":  # or discounted counts of what seems to have been pursued
+            prior = history_decay(args) * (prior + bayes_posterior(args, history).exp())
+        return torch.where(done[..., None, None], F.pad(prior, (2, 0)), history)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
     event = networks.inference(belief.features, seen, method="event").unflatten(1, history.shape[1:3])
     return add_event(history, event * belief.present[..., None], done[..., None, None], history_decay(args))
@@ -807,17 +816,19 @@ def goal_action_probs(networks: Networks, entities, walls, clock, legal):
     return networks.moa(*seen, goal, legal).view(*entities.shape[:2], -1)
 
 
-def bayes_posterior(history):
+def bayes_posterior(args: Args, history):
     """HOP: history [..., 4] -> log-probabilities of stag and hare: how well each explains what was done in this game,
     and how often each was pursued in those before"""
-    evidence, counts = history.chunk(2, -1)
-    return (evidence + (1 + counts).log()).log_softmax(-1)
+    evidence, before = history.chunk(2, -1)
+    prior = (0.5 + before).clamp(min=1e-6) if args.subgoals == "hop" else 1 + before
+    return (evidence + prior.log()).log_softmax(-1)
 
 
-def next_game_counts(args: Args, history):
-    """HOP: what the next game starts from, no evidence and discounted counts of what was pursued"""
-    counts = history_decay(args) * (history[..., 2:] + bayes_posterior(history).exp())
-    return torch.cat([torch.zeros_like(counts), counts], -1)
+def count_hunts(args: Args, joint, exited, history):
+    """HOP: b0 = alpha b0 + (1 - alpha) 1[goal] for co-players that leave with their prey; a history holds b0 - 0.5"""
+    goal = torch.stack([joint == game.HUNT_STAG, joint == game.HUNT_HARE], -1)[..., 1:, :].float()
+    change = (1 - args.memory_discount) * (goal - 0.5 - history[..., 2:]) * exited[..., 1:, None]
+    return history + F.pad(change, (2, 0))
 
 
 # ---- Search: T trees at once in flat tensors, one per learner, game and goal sample. Only the learner's own actions
@@ -857,9 +868,9 @@ def completed_q(visits, total, logits, value):
     return torch.where(visits > 0, q, (value + count * (tried * q).sum(-1, keepdim=True)) / (1 + count))
 
 
-def q_transform(args: Args, visits, q):
+def q_transform(args: Args, scale: float, visits, q):
     """What Q [..., A] adds to the logits: more, the more has been tried (sigma in the same paper, c_visit = 50)"""
-    return args.q_temperature * (1 + visits.amax(-1, keepdim=True) / 50) * q
+    return args.q_temperature * (1 + visits.amax(-1, keepdim=True) / 50) * q / scale
 
 
 def select_action(args: Args, scale: float, edges, value):
@@ -870,7 +881,7 @@ def select_action(args: Args, scale: float, edges, value):
         q = torch.where(visits > 0, total / visits.clamp(min=1), value)
         score = q / scale + args.puct * logits.exp() * count.clamp(min=1).sqrt() / (1 + visits)
     else:  # visits in proportion to the improved policy
-        improved = (logits + q_transform(args, visits, completed_q(visits, total, logits, value))).softmax(-1)
+        improved = (logits + q_transform(args, scale, visits, completed_q(visits, total, logits, value))).softmax(-1)
         score = improved - visits / (1 + count)
     action = torch.where(logits > ILLEGAL / 2, score, -torch.inf).argmax(-1)
     return action, child.gather(-1, action[..., None])[..., 0].long()
@@ -893,10 +904,10 @@ def sequential_halving(num_actions: int, num_simulations: int, device) -> torch.
 
 
 @compilable
-def gumbel_root_action(args: Args, edges, value, gumbel, visits_due):
+def gumbel_root_action(args: Args, scale: float, edges, value, gumbel, visits_due):
     """The root's next action: of those visited `visits_due` [T] times, the best by noise [T, A], logits and Q"""
     visits, total, logits, _ = edges.unbind(-2)
-    score = gumbel + logits + q_transform(args, visits, completed_q(visits, total, logits, value[..., None]))
+    score = gumbel + logits + q_transform(args, scale, visits, completed_q(visits, total, logits, value[..., None]))
     score = torch.where(logits > ILLEGAL / 2, score, ILLEGAL)
     return torch.where(visits == visits_due[:, None], score, 2 * ILLEGAL).argmax(-1)
 
@@ -980,7 +991,7 @@ def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform,
     """Grows trees from `root` (not where `ended` [T]), one simulation for each of `uniform` [simulations, T, K], which
     says what the co-players do on the new edge. advance(position, joint) -> position, reward, ended; evaluate(position)
     -> log of the policy [T, A] (ILLEGAL where an action is), value [T], the co-players' probabilities [T, K, A]; scale:
-    of Q in pUCT; gumbel [T, A]: noise of the Gumbel root; record_time(name) is called when a phase is over"""
+    of Q; gumbel [T, A]: noise of the Gumbel root; record_time(name) is called when a phase is over"""
     simulations, one_step = len(uniform), args.planner == "one-step"
     rows = torch.arange(len(ended), device=ended.device)
     deepest = 1 if one_step else min(simulations, args.max_depth)
@@ -996,7 +1007,7 @@ def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform,
         if one_step:
             tree.best[:, 0], tree.best_child[:, 0], allowed = k, 0, legal[:, k : k + 1]
         elif args.root == "gumbel":
-            action = gumbel_root_action(args, tree.edges[:, 0], tree.stats[:, 0, 0], gumbel, visits_due[:, k])
+            action = gumbel_root_action(args, scale, tree.edges[:, 0], tree.stats[:, 0, 0], gumbel, visits_due[:, k])
             tree.best[:, 0] = action
             tree.best_child[:, 0] = tree.edges[:, 0, 3].gather(1, action[:, None])[:, 0].long()
         path = select_path(args, tree, min(deepest, stride * (k // stride + 1)), allowed)
@@ -1029,15 +1040,15 @@ def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform,
     return tree
 
 
-def root_policy(args: Args, tree: Tree, gumbel, num_trees: int):
+def root_policy(args: Args, scale: float, tree: Tree, gumbel, num_trees: int):
     """The trees of a decision -> log of the improved policy [n, A], what is played [n, A], visits [n, A], Q [n, A].
-    pUCT plays the improved policy, a softmax of beta * Q (and of the policy's logits, --search-prior); the Gumbel root
-    the best action by noise, logits and Q: with one tree among the most visited, with several among all."""
+    pUCT plays the improved policy, a softmax of beta * Q / scale (and of the policy's logits, --search-prior); the
+    Gumbel root the best action by noise, logits and Q: with one tree among the most visited, with several among all."""
     visits, total, logits, _ = tree.edges[:, 0].unflatten(0, (-1, num_trees)).unbind(-2)  # [n, trees, A]
     q = completed_q(visits, total, logits, tree.stats[:, 0, :1].unflatten(0, (-1, num_trees))).mean(1)
     visits, logits = visits.sum(1), logits[:, 0]
     legal = logits > ILLEGAL / 2
-    gain = q_transform(args, visits / num_trees, q) if args.root == "gumbel" else args.q_temperature * q
+    gain = q_transform(args, scale, visits / num_trees, q) if args.root == "gumbel" else args.q_temperature * q / scale
     prior = logits if args.root == "gumbel" else args.search_prior * logits
     improved = torch.where(legal, prior + gain, ILLEGAL).log_softmax(-1)
     improved = torch.where(tree.stats[::num_trees, 0, 2:] > 0, logits, improved)  # nothing was searched
@@ -1109,7 +1120,7 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
     gumbel = -(-gumbel.log()).log().repeat_interleave(trees, 0)
     scale = max(abs(payoff) for payoff in config.payoffs()) or 1.0
     tree = search(args, scale, root, ~learner_mask(config, root.board), advance, evaluate, uniform, gumbel, record_time)
-    log_probs, played, _, q = root_policy(args, tree, gumbel, trees)
+    log_probs, played, _, q = root_policy(args, scale, tree, gumbel, trees)
     own = tree.edges[::trees, 0, 2]
     gain = ((log_probs.exp() - own.exp()) * q).sum(1)
     kl = (log_probs.exp() * (log_probs - own).clamp(-50, 50)).sum(1)
@@ -1239,7 +1250,8 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
         if networks.world is not None:
             next_board = seats.to_learners(torch.where(done.view(-1, 1, 1, 1, 1), env.final_observation(), obs))
         if networks.inference is not None:
-            next_history = update_history(args, env, networks, belief, joint, history, own_done)
+            counted = count_hunts(args, joint, exited, history) if args.subgoals == "hop" else history
+            next_history = update_history(args, env, networks, belief, joint, counted, own_done)
             history_reset = own_done & (torch.rand(own_done.shape, device=env.device) < reset_prob)
             rollout_state["history"].copy_(next_history.masked_fill(history_reset[..., None, None], 0.0))
         rollout_state["last_joint"].copy_(joint.masked_fill(own_done[..., None], STAY))
@@ -1403,7 +1415,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
     `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi || f_psi(s^g)); in pretraining also f_psi's.
     ahead: so many more steps follow, in which games may go on and co-players may reach their subgoals"""
     whole, windows = windows, Transitions(*(x[:, : x.shape[1] - ahead] for x in windows))
-    if args.subgoals == "bayes":
+    if args.subgoals in BAYES:
         return hop_losses(args, env, networks, windows, whole)
     start = windows.history[:, 0].float()
     entities, walls, legal, features, history, _ = encode_history(args, env, networks, windows, start)
@@ -1701,6 +1713,9 @@ def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[
     distill_loss = -(mb["log_probs"].exp() * log_probs.clamp(min=-50)).sum(2)
     policy_loss = masked_mean(torch.where(mb["distilled"] > 0, distill_loss, clipped_loss), mb["weight"])
     value_error = 0.5 * (value - mb["returns"]).square()
+    if args.clip_vloss:
+        near = mb["value"] + (value - mb["value"]).clamp(-args.clip_coef, args.clip_coef)
+        value_error = torch.maximum(value_error, 0.5 * (near - mb["returns"]).square())
     value_loss = masked_mean(value_error, mb["critic_weight"])
     entropy = masked_mean(-(log_probs.exp() * log_probs).sum(2), mb["weight"])
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
@@ -1731,6 +1746,7 @@ DETAILS = re.compile(  # logged only with --log-details
     r"per_agent/|moa/(recall|precision|top3|ece|.*/top1)|wm/(per_channel|reward_mse|disagree|unknown|\w+_match/([2-9]|1\d))"
     r"|losses/(value_loss_|\w+_grad_norm)|(real|imagined)/(\w+_std|samples)|time/ready"
 )
+PER_AGENT = ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real", "moa/nll", "moa/top1")
 
 
 def episode_metrics(seats: game.Seats, episodes: dict) -> dict[str, torch.Tensor]:
@@ -1837,7 +1853,7 @@ def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, 
                 row |= {f"moa/{label}/{a}": x for a, x in enumerate(share)}
         elif not name.startswith("games/"):
             row[name] = each.mean()
-            if name in ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real"):
+            if name in PER_AGENT:
                 row |= {f"per_agent/{name.replace('/', '_')}/learner_{i}": x for i, x in enumerate(each)}
     return {name: float(value) for name, value in row.items()}
 
@@ -2147,7 +2163,7 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     replays = Replay(args.replay_rollouts, m, device), Replay(args.replay_rollouts, m, device) if offline else None
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
     last_joint = torch.full((*seats.learner_seat.shape, env.config.num_players), STAY, device=device)
-    size = 4 if args.subgoals == "bayes" else 2 * args.subgoal_hidden
+    size = 4 if args.subgoals in BAYES else 2 * args.subgoal_hidden
     history = torch.zeros(*last_joint.shape[:2], env.config.num_players - 1, size, device=device)
     rollout_state = {"last_joint": last_joint, "history": history}
     return TrainState(args, env, seats, networks, optimizers, rollout_state, *replays, eps, horizon)
@@ -2306,11 +2322,12 @@ def main(args: Args) -> dict[str, float]:
     steps_each = args.num_envs * args.num_steps
     num_iterations = math.ceil(args.total_timesteps / steps_each)
     say = tqdm.write if rank == 0 else lambda _: None
+    loads = args.vae_checkpoint or args.world_model_checkpoint
     say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {world} x {device.type}")
     if checkpoint:
         state.load_state_dict(checkpoint["states"][rank])
         iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-    elif state.networks.moa is not None:
+    elif state.networks.moa is not None and (args.pretraining_updates or args.offline_ratio or loads):
         say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
         found = pretrain(own_args, state, seeds, rank)
         shown = (f"{name} {value:.4g}" for name, value in found.items() if not DETAILS.match(name))

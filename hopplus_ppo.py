@@ -47,7 +47,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-10"  # of a checkpoint
+FORMAT = "hopplus-11"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -105,6 +105,8 @@ class PPOArgs:
     """lambda of generalised advantage estimation (1: Monte Carlo returns)"""
     clip_coef: Positive = 0.2
     """clip range of the ratio"""
+    clip_vloss: bool = False
+    """clip the value loss too: what of a new value is further than clip_coef from the old one may only raise it"""
     ent_coef: NonNegative = 0.03
     """weight of the entropy"""
     vf_coef: NonNegative = 0.5
@@ -1269,6 +1271,9 @@ def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = masked_mean(torch.maximum(-advantage * ratio, -advantage * clipped), weight)
     value_error = 0.5 * (value - mb["returns"]).square()
+    if args.clip_vloss:
+        near = mb["value"] + (value - mb["value"]).clamp(-args.clip_coef, args.clip_coef)
+        value_error = torch.maximum(value_error, 0.5 * (near - mb["returns"]).square())
     value_loss = masked_mean(value_error, mb["critic_weight"])
     entropy = masked_mean(-(log_probs.exp() * log_probs).sum(2), weight)
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
@@ -1298,6 +1303,7 @@ DETAILS = re.compile(  # logged only with --log-details
     r"per_agent/|moa/(recall|precision|top3|ece|.*/top1)|wm/(per_channel|reward_mse|disagree|unknown|\w+_match/([2-9]|1\d))"
     r"|losses/(value_loss_|\w+_grad_norm)|(real|imagined)/(\w+_std|samples)|time/ready"
 )
+PER_AGENT = ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real", "moa/nll", "moa/top1")
 
 
 def episode_metrics(seats: game.Seats, episodes: dict) -> dict[str, torch.Tensor]:
@@ -1404,7 +1410,7 @@ def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, 
                 row |= {f"moa/{label}/{a}": x for a, x in enumerate(share)}
         elif not name.startswith("games/"):
             row[name] = each.mean()
-            if name in ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real"):
+            if name in PER_AGENT:
                 row |= {f"per_agent/{name.replace('/', '_')}/learner_{i}": x for i, x in enumerate(each)}
     return {name: float(value) for name, value in row.items()}
 
@@ -1867,11 +1873,12 @@ def main(args: Args) -> dict[str, float]:
     steps_each = args.num_envs * args.num_steps
     num_iterations = math.ceil(args.total_timesteps / steps_each)
     say = tqdm.write if rank == 0 else lambda _: None
+    loads = args.vae_checkpoint or args.world_model_checkpoint
     say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {world} x {device.type}")
     if checkpoint:
         state.load_state_dict(checkpoint["states"][rank])
         iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-    elif state.networks.moa is not None:
+    elif state.networks.moa is not None and (args.pretraining_updates or args.offline_ratio or loads):
         say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
         found = pretrain(own_args, state, seeds, rank)
         shown = (f"{name} {value:.4g}" for name, value in found.items() if not DETAILS.match(name))

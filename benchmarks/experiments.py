@@ -5,6 +5,7 @@
     python benchmarks/experiments.py --section 1 7 --parallel 4
     python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
     python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with a mistake in it
+    python benchmarks/experiments.py --patched moa_of_player_1 --script hopplus_mcts.py -- --num-seeds 5
 
 A run that is finished is not made again (its folder in --run-dir has a file `finished`), and one that was cut off goes
 on from its last checkpoint; sections share runs.
@@ -17,6 +18,7 @@ import concurrent.futures
 import csv
 import dataclasses
 import glob
+import importlib
 import itertools
 import json
 import math
@@ -27,6 +29,7 @@ import time
 import types
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -48,6 +51,8 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
         "real_return": "real/return_mean",
     },
     **{"moa_top1": "moa/top1", "moa_ceiling_top1": "moa/ceiling/top1", "search_gain": "search/gain"},
+    **{"moa_nll": "moa/nll"} | {f"moa_nll_{i}": f"per_agent/moa_nll/learner_{i}" for i in range(4)},
+    **{f"moa_top1_{i}": f"per_agent/moa_top1/learner_{i}" for i in range(4)},
     **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
 }
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
@@ -58,6 +63,7 @@ OLD = "--critic-data mixed --trust-exact-match 0"
 BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
 MCTS = f"{SEEDS5} --total-timesteps 120000"
+UNTRAINED = "--total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
 ADAPT = "evaluation/adapt.py RUN --repetitions 40 --no-references"
@@ -101,7 +107,7 @@ LARGE_RUNS = {
 }
 SEARCHES = {
     "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
-    "HOP, search prior 1": Run(f"{MCTS} --method hop --search-prior 1", "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
+    "HOP, search prior 1": Run(f"{MCTS} --method hop-ours --search-prior 1", "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
 }
 # The ladder: one learner, whose partner is one of three; the others hunt hares.
 GRU = "benchmarks/baselines/ppo_gru.py"
@@ -191,8 +197,15 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "PPO, all learn from player 1": Run(
                 f"{SEEDS8} --method ppo --total-timesteps 600000", patch=("one_player",)
             ),
+            "MCTS, no pretraining": Run(f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py"),
+            "MCTS, no pretraining, only player 1's MOA learns": Run(
+                f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)
+            ),
+            "MCTS, no pretraining, actions permuted": Run(
+                f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py", patch=("permuted_actions",)
+            ),
         },
-        [("seats", ""), ("bars", "return")],
+        [("seats", "player"), ("seats", "moa_nll"), ("bars", "return")],
     ),
     "3": (
         "VAE: reconstruction or action loss?",
@@ -221,8 +234,25 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "present, brief": Run(BRIEF),
             "present, MOA unmasked": Run(BRIEF, patch=("unmasked",)),
             "all, MOA unmasked": Run(BRIEF, patch=("unmasked", "all_steps")),
+            "MCTS": SEARCHES["HOP+ MCTS"],
+            "MCTS, only player 1's MOA learns": Run(MCTS, "hopplus_mcts.py", patch=("moa_of_player_1",)),
+            "MCTS, actions permuted": Run(MCTS, "hopplus_mcts.py", patch=("permuted_actions",)),
+            "MCTS, actions permuted, MOA unmasked": Run(
+                MCTS, "hopplus_mcts.py", patch=("unmasked", "permuted_actions")
+            ),
+            "MCTS, no pretraining": Run(f"{SEEDS5} {UNTRAINED}", "hopplus_mcts.py"),
+            "MCTS, no pretraining, only player 1's MOA learns": Run(
+                f"{SEEDS5} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)
+            ),
         },
-        [("bars", "moa_top1"), ("bars", "moa_gap"), ("recalls", "")],
+        [
+            ("bars", "moa_top1"),
+            ("bars", "moa_gap"),
+            ("recalls", ""),
+            ("bars", "moa_nll"),
+            ("seats", "moa_nll"),
+            ("seats", "player"),
+        ],
     ),
     "6": (
         "Search",
@@ -233,7 +263,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "no search": Run(f"{MCTS} --planner none", "hopplus_mcts.py"),
             "4 simulations": Run(f"{MCTS} --num-simulations 4", "hopplus_mcts.py"),
             "32 simulations": Run(f"{MCTS} --num-simulations 32", "hopplus_mcts.py"),
-            "HOP": Run(f"{MCTS} --method hop", "hopplus_mcts.py"),
+            "HOP": Run(f"{MCTS} --method hop-ours", "hopplus_mcts.py"),
             "HOP, search prior 1": SEARCHES["HOP, search prior 1"],
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
@@ -293,17 +323,19 @@ class ExperimentArgs:
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
     patched: tuple[str, ...] = ()
-    """only run hopplus_ppo.py with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, pixel,
-    pixel_weighted; its flags after --"""
+    """only run --script with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, moa_of_player_1,
+    permuted_actions, pixel, pixel_weighted; its flags after --"""
+    script: Literal["hopplus_ppo.py", "hopplus_mcts.py"] = "hopplus_ppo.py"
+    """see there"""
 
 
 @dataclasses.dataclass
 class Args(ExperimentArgs):
-    words: tuple[str, ...] = ()  # after --: flags of hopplus_ppo.py
+    words: tuple[str, ...] = ()  # after --: flags of --script
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mistakes, and what the world model is compared with, as edits of hopplus_ppo.py
+# Mistakes, and what the world model is compared with, as edits of hopplus_ppo.py or hopplus_mcts.py
 
 
 def one_player(hop) -> None:
@@ -369,6 +401,46 @@ def all_steps(hop) -> None:
     hop.opponent_model_losses = of_all_steps
 
 
+def moa_of_player_1(hop) -> None:
+    """The other players' MOA and q_phi stay as they were after the pretraining, which is one for all."""
+    opponent_model_losses = hop.opponent_model_losses
+
+    def of_player_1(args, env, networks, windows, eps, pretraining=False, ahead=0):
+        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, ahead)
+        if pretraining:
+            return losses
+        learner = torch.arange(len(losses["loss"]), device=losses["loss"].device)
+        learns = learner % args.config.num_players == 0
+        return losses | {"loss": torch.where(learns, losses["loss"], 0.0)}
+
+    hop.opponent_model_losses = of_player_1
+
+
+def permuted_actions(hop) -> None:
+    """MOA learns the actions in another order (stay first, hare before stag) than the one it is read in."""
+    opponent_model_losses, forward = hop.opponent_model_losses, hop.ActionModel.forward
+    number = (1, 2, 3, 4, 0, 6, 5)  # of up, down, left, right, stay, hunt stag, hunt hare where MOA learns
+    action = tuple(number.index(place) for place in range(NUM_ACTIONS))
+    learning = []
+
+    def reorder(x, order):
+        return torch.stack([x[:, place] for place in order], 1)
+
+    def forward_in_other_order(self, *given):
+        if not learning:
+            return forward(self, *given)
+        return reorder(forward(self, *given[:-1], reorder(given[-1], action)), number)
+
+    def losses_in_other_order(*given):
+        learning.append(True)
+        try:
+            return opponent_model_losses(*given)
+        finally:
+            learning.clear()
+
+    hop.ActionModel.forward, hop.opponent_model_losses = forward_in_other_order, losses_in_other_order
+
+
 def pixel(hop, channel_weights: tuple[float, ...] | None = None) -> None:
     """The world model predicts every cell and the reward by mean squared error."""
 
@@ -385,7 +457,8 @@ def pixel_weighted(hop) -> None:
     pixel(hop, channel_weights=(2, 2, 2, 2, 1, 1, 1))
 
 
-EDITS = (one_player, zero_subgoals, unclipped, unmasked, all_steps, pixel, pixel_weighted)
+EDITS = (one_player, zero_subgoals, unclipped, unmasked, all_steps, moa_of_player_1, permuted_actions)
+EDITS += (pixel, pixel_weighted)
 PATCHES = {patch.__name__: patch for patch in EDITS}
 
 
@@ -428,7 +501,8 @@ def make(args: Args, run: Run) -> None:
         call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
         flags += [flag, checkpoints_in(there)[0]]
     started = time.time()
-    script = ["benchmarks/experiments.py", "--patched", *run.patch, "--"] if run.patch else [run.script]
+    patched = ["benchmarks/experiments.py", "--patched", *run.patch, "--script", run.script, "--"]
+    script = patched if run.patch else [run.script]
     if not trained:
         call("train", *script, *flags)
         (folder / "seconds").write_text(f"{time.time() - started:.1f}")
@@ -574,6 +648,9 @@ def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
 
 def bars(axis, rows: list[dict], key: str) -> None:
     found = by_run(rows, key)
+    if not found:  # tables that were made before it was followed
+        axis.set_axis_off()
+        return
     for y, values in enumerate(found.values()):
         mean, low, high = interval(values)
         axis.barh(y, mean, color="#6b8cae")
@@ -669,19 +746,21 @@ def meeting(axis, rows: list[dict], players: str) -> None:
     axis.legend(fontsize=6)
 
 
-def seats(axis, rows: list[dict], _: str) -> None:
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    for i in range(4):
-        found = by_run(rows, f"player_{i}")
+def seats(axis, rows: list[dict], key: str) -> None:
+    """Return (key: player) or MOA's cross-entropy (moa_nll) of the learner in each seat"""
+    runs = list(by_run(rows, f"{key}_3"))  # not those in which all share one learner
+    for i in range(4 if runs else 0):
+        found = by_run(rows, f"{key}_{i}")
         means = np.array([interval(found[run]) for run in runs])  # [runs, (mean, low, high)]
         spread = np.abs(means[:, 1:] - means[:, :1]).T
         axis.errorbar(
             means[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}"
         )
-    axis.set(yticks=np.arange(len(runs)) + 0.22, title="mean return by seat")
+    axis.set(yticks=np.arange(len(runs)) + 0.22, title=f"{'return' if key == 'player' else key} by seat")
     axis.set_yticklabels(runs, fontsize=7)
     axis.invert_yaxis()
-    axis.legend(fontsize=6)
+    if runs:
+        axis.legend(fontsize=6)
 
 
 def together(axis, rows: list[dict], _: str) -> None:
@@ -747,11 +826,11 @@ def plus_minus(found: tuple[float, float, float]) -> str:
     return f"{found[0]:.3f} ± {found[2] - found[0]:.3f}"
 
 
-def seat_test(rows: list[dict], run: str, draws: int = 20_000) -> tuple[np.ndarray, float]:
-    """mean return of each seat, and p of a permutation test: seats exchanged within each seed,
+def seat_test(rows: list[dict], run: str, draws: int = 20_000, key: str = "player") -> tuple[np.ndarray, float]:
+    """mean return (or another key) of each seat, and p of a permutation test: seats exchanged within each seed,
     variance of the four means"""
     table = np.array(
-        [[float(row[f"player_{i}"]) for i in range(4)] for row in rows if row["run"] == run]
+        [[float(row[f"{key}_{i}"]) for i in range(4)] for row in rows if row["run"] == run]
     )  # [seeds, seats]
     order = np.random.default_rng(0).random((draws, *table.shape)).argsort(2)
     shuffled = np.take_along_axis(np.broadcast_to(table, order.shape), order, 2).mean(1).var(1)
@@ -852,10 +931,10 @@ def draw(args: Args, number: str) -> None:
                 f"{mean:.4g} [{low:.4g}, {high:.4g}]{short}" if values else "never" if "steps_to" in key else ""
             )
         print(f"| {run} | {count} | {' | '.join(cells)} |")
-    if ("seats", "") in panels:
-        for run in dict.fromkeys(row["run"] for row in rows):
-            means, p = seat_test(rows, run)
-            print(f"{run}: by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
+    for key in (key for kind, key in panels if kind == "seats"):
+        for run in by_run(rows, f"{key}_3"):
+            means, p = seat_test(rows, run, key=key)
+            print(f"{run}: {key} by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
     if number in TASKS:
         print_ladder(args, number)
         print_together(args, number)
@@ -868,14 +947,13 @@ def draw(args: Args, number: str) -> None:
 
 
 def main_patched(args: Args) -> None:
-    import hopplus_ppo
-
+    hop = importlib.import_module(Path(args.script).stem)
     unknown = [name for name in args.patched if name not in PATCHES]
     if unknown:
         raise ValueError(f"--patched {unknown[0]}: the known ones are {', '.join(PATCHES)}")
     for name in args.patched:
-        PATCHES[name](hopplus_ppo)
-    hopplus_ppo.main(hopplus_ppo.parse_args(list(args.words)))
+        PATCHES[name](hop)
+    hop.main(hop.parse_args(list(args.words)))
 
 
 def main(args: Args) -> None:

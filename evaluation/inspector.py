@@ -95,7 +95,7 @@ def seat_learners(run, table: list[str], seed: int, **changes):
 def read_search(script, args, found: tuple) -> dict[str, torch.Tensor]:
     """What plan_actions returned -> visits and Q at the root, what is played [M, E, 7]; gain, KL, depth [M, E, 3]"""
     _, played, stats, tree = found
-    _, _, visits, q = script.root_policy(args, tree, torch.zeros_like(tree.edges[:, 0, 0]), args.num_trees)
+    _, _, visits, q = script.root_policy(args, 1.0, tree, torch.zeros_like(tree.edges[:, 0, 0]), args.num_trees)
     return {"visits": visits.view_as(played), "q": q.view_as(played), "played": played, "search": stats}
 
 
@@ -176,6 +176,7 @@ def goal_names(args) -> tuple[str, list[str]]:
         "posterior": ("exact Bayes posterior", args.population.split(",")),
         "oracle": ("told who it is", [*args.population.split(","), "learner"]),
         "bayes": ("Bayes' rule", ["stag", "hare"]),
+        "hop": ("Bayes' rule", ["stag", "hare"]),
     }
     if args.subgoals in known:
         return known[args.subgoals]
@@ -238,7 +239,7 @@ def read_minds(run, state, transitions, probe) -> dict[str, torch.Tensor]:
         now, before = steps.history.chunk(2, -1)
         _, _, stranger = infer(run, state, steps, torch.cat([now, torch.zeros_like(before)], -1))
         found["without"] = goal_probs(run, state, steps, stranger, probe)
-        found["memory"] = before if args.subgoals == "bayes" else before[..., :1]
+        found["memory"] = {"bayes": before, "hop": 0.5 + before}.get(args.subgoals, before[..., :1])
     return {name: x.unflatten(1, transitions.time.shape[1:]) for name, x in found.items() if x is not None}
 
 

@@ -14,9 +14,9 @@ class Settings:
     root: str  # puct or gumbel
     planner: str = "mcts"  # or one-step
     puct: float = 1.0
-    scale: float = 1.0  # pUCT compares Q / scale with the priors
+    scale: float = 1.0  # Q / scale is what is compared with priors and multiplied by beta
     gamma: float = 0.99
-    q_temperature: float = 10.0
+    q_temperature: float = 50.0
     search_prior: float = 1.0
     max_depth: int = 32
 
@@ -82,7 +82,7 @@ def completed(node):
 
 
 def sigma(settings, most_visits, q):
-    return settings.q_temperature * (1 + most_visits / 50) * q
+    return settings.q_temperature * (1 + most_visits / 50) * q / settings.scale
 
 
 def schedule(considered, simulations):
@@ -179,9 +179,8 @@ def verdict(settings, trees, gumbel):
     if settings.root == "gumbel":
         scores = {action: logits[action] + sigma(settings, most / len(roots), q[action]) for action in logits}
     else:
-        scores = {
-            action: settings.search_prior * logits[action] + settings.q_temperature * q[action] for action in logits
-        }
+        beta = settings.q_temperature / settings.scale
+        scores = {action: settings.search_prior * logits[action] + beta * q[action] for action in logits}
     improved = softmax(logits) if roots[0].ended else softmax(scores)
     finalists = [action for action in logits if visits[action] == most or len(roots) > 1]
     return improved, visits, q, highest({action: gumbel[action] + scores[action] for action in finalists})

@@ -113,9 +113,8 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
         SCRIPTS[script].parse_args(flags.split())
 
 
-@pytest.fixture
-def hop(monkeypatch):
-    """hopplus_ppo, in which a test may put mistakes"""
+def patchable(monkeypatch, script):
+    """The script, in which a test may put mistakes"""
     for name in (
         "make_ppo_batch",
         "imagine",
@@ -125,13 +124,23 @@ def hop(monkeypatch):
         "masked_mean",
         "WorldModel",
     ):
-        monkeypatch.setattr(hopplus_ppo, name, getattr(hopplus_ppo, name))  # put back afterwards
-    monkeypatch.setattr(hopplus_ppo.ActionModel, "forward", hopplus_ppo.ActionModel.forward)
-    return hopplus_ppo
+        monkeypatch.setattr(script, name, getattr(script, name))  # put back afterwards
+    monkeypatch.setattr(script.ActionModel, "forward", script.ActionModel.forward)
+    return script
 
 
-def make_state(hop, **changes):
-    args = hop.make_args("hopplus", "cpu", **TINY, imagination_horizon=2, **changes)
+@pytest.fixture
+def hop(monkeypatch):
+    return patchable(monkeypatch, hopplus_ppo)
+
+
+@pytest.fixture(params=[hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
+def either(request, monkeypatch):
+    return patchable(monkeypatch, request.param)
+
+
+def make_state(hop, method="hopplus", **changes):
+    args = hop.make_args(method, "cpu", **{**TINY, "imagination_horizon": 2, **changes})
     return hop.make_train_state(args, [["learner"] * 3] * 2, [1, 2], torch.device("cpu"))
 
 
@@ -221,6 +230,106 @@ def test_unmasked_and_all_steps(hop):
         gone = transitions.board[:, :, :, 1:3].flatten(4).amax(4) == 0  # [M, T, G, K]
         assert gone.any() and of_all.isfinite().all()
     assert hop.masked_mean(torch.ones(1, 2), torch.tensor([[1.0, 0.0]])) == 1, "elsewhere means are as they were"
+
+
+@pytest.mark.parametrize("method", ["hopplus", "hop"])
+def test_moa_of_player_1(either, method):
+    if method == "hop" and either is hopplus_ppo:
+        pytest.skip("it has no HOP")
+    changes = {"goal_dim": 2, "num_simulations": 2, "subgoal_batch_size": 32} if method == "hop" else {}
+    state = make_state(either, method, num_seeds=2, num_envs=32, **changes)
+    for _ in range(3):
+        state.replay.push(play(either, state)[0])
+
+    def changed(pretraining=False):
+        """bool [M]: whose MOA changes in an update, and whose q_phi"""
+        networks, found = (state.networks.moa, state.networks.inference), []
+        before = [{name: p.clone() for name, p in stacked.state_dict().items()} for stacked in networks]
+        given = state.args, state.env, state.networks, state.optimizers["opponents"], state.replay, None, 0.5, 2
+        losses = either.train_opponent_models(*given, pretraining)
+        for stacked, old in zip(networks, before, strict=True):
+            moved = [(p != old[name]).flatten(1).any(1) for name, p in stacked.state_dict().items()]
+            found.append(torch.stack(moved).any(0).tolist())
+        assert losses["moa"].shape == (6,) and losses["moa"].min() > 0
+        return found
+
+    learns = [[True] * 6, [method == "hopplus"] * 6]  # HOP has no q_phi
+    assert changed() == learns
+    experiments.moa_of_player_1(either)
+    state.optimizers["opponents"] = either.make_optimizer(
+        state.networks.inference.parameters() + state.networks.moa.parameters(), 1e-3
+    )
+    first = [True, False, False] * 2
+    assert changed() == [first, [a and b for a, b in zip(first, learns[1], strict=True)]]
+    assert changed(pretraining=True) == learns
+
+
+def test_permuted_actions(either):
+    state = make_state(either)
+    for _ in range(2):
+        transitions = play(either, state)[0]
+    number = [1, 2, 3, 4, 0, 6, 5]  # under which up, down, left, right, stay, hunt stag, hunt hare are learned
+    head = {name: p for name, p in state.networks.moa.params.items() if name.startswith("head.4.")}
+    assert {tuple(p.shape[:2]) for p in head.values()} == {(6, 7)}
+    for p in head.values():
+        p.data.normal_(generator=torch.Generator().manual_seed(1))
+
+    def moa_loss():
+        torch.manual_seed(1)
+        return either.opponent_model_losses(state.args, state.env, state.networks, transitions, 0.0)["moa"]
+
+    def predict():
+        steps = either.Transitions(*(x.flatten(1, 2) for x in transitions))
+        views, clock = either.entity_views(state.args, state.env, steps.board, steps.prey_position), steps.time / 6
+        given = state.args, state.env, state.networks, views, clock, steps.history, steps.oracle_id
+        belief = either.infer_opponents(*given)
+        noise = torch.zeros(*belief.params.shape[:2], 5)
+        return either.predict_actions(state.args, state.networks, belief, clock, noise).exp()
+
+    with torch.no_grad():
+        loss, predicted = moa_loss(), predict()
+        experiments.permuted_actions(either)
+        assert torch.equal(predict(), predicted), "what is read is as it was"
+        assert not torch.allclose(moa_loss(), loss)
+        for p in head.values():  # a MOA whose outputs stand in the other order has learned the same
+            p.data[:, number] = p.data.clone()
+        torch.testing.assert_close(moa_loss(), loss)
+        assert not torch.allclose(predict(), predicted)
+        experiments.unmasked(either)
+        assert (predict() > 0).all() and moa_loss().isfinite().all()
+
+
+def test_either_script_can_be_patched(monkeypatch):
+    seen = []
+    for name, script in (("hopplus_ppo.py", hopplus_ppo), ("hopplus_mcts.py", hopplus_mcts)):
+        patchable(monkeypatch, script)
+        losses = script.opponent_model_losses
+        monkeypatch.setattr(script, "main", seen.append)
+        words = ["--patched", "moa_of_player_1", "unmasked", "--script", name, "--", "--device", "cpu", "--seed", "7"]
+        experiments.main(experiments.parse_args(words))
+        assert (seen[-1].seed, seen[-1].exp_name) == (7, name[:-3]) and script.opponent_model_losses is not losses
+    with pytest.raises(ValueError, match="--patched nothing: the known ones are one_player"):
+        experiments.main(experiments.parse_args(["--patched", "nothing"]))
+
+
+def test_each_learners_moa_is_in_the_tables(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("5",))
+    run = experiments.SECTIONS["5"][1]["MCTS, only player 1's MOA learns"]
+    folder = experiments.folder_of(args, run)
+    for seed in range(2):
+        (folder / f"x__{seed}").mkdir(parents=True)
+        line = {"steps": 100, "charts/episodic_return": 2.0, "moa/nll": 1.1, "moa/ceiling/nll": 0.5, "moa/top1": 0.4}
+        line |= {f"charts/episodic_return/player_{i}": 2.0 + i for i in range(4)}
+        line |= {f"per_agent/moa_nll/learner_{i}": 0.6 + 0.3 * (i > 0) + 0.01 * seed for i in range(4)}
+        line |= {f"moa/recall/{action}": 0.1 * action for action in range(7)}
+        (folder / f"x__{seed}" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "seconds").touch()
+    (folder / "train.log").write_text("on cpu")
+    experiments.collect(args, "5")
+    experiments.draw(args, "5")
+    said = capsys.readouterr().out
+    assert "MOA learns: moa_nll by seat 0.605, 0.905, 0.905, 0.905; all equal: p = " in said
+    assert "MOA learns: player by seat 2.000, 3.000, 4.000, 5.000; all equal: p = " in said
 
 
 def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):

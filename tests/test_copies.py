@@ -13,9 +13,9 @@ OWN = {  # each script has its own
     *("make_args", "parse_args", "validate", "measure", "draw_pictures", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
-    *("METHODS", "ON_CPU", "OpponentBelief", "imagine", "infer_opponents", "make_networks"),
+    *("METHODS", "ON_CPU", "OpponentBelief", "goal_size", "imagine", "infer_opponents", "make_networks"),
     *("make_ppo_batch", "make_train_state", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
-    "update_history",
+    *("policy_inputs", "update_history"),
 }
 
 

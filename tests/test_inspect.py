@@ -242,8 +242,9 @@ def test_the_numbers_are_the_script_s(case, load, look):
                 elif "goal" in mind:
                     weights = probe[0 if run.args.share_parameters else sitting.index(i)]
                     close(mind["goal"][t][j], (goal[:4] @ weights[:4] + weights[4]).softmax(0))
-                if "memory" in mind and case != "hop":
-                    close(mind["memory"][t][j], [step["history"][(*row, k)][run.args.subgoal_hidden]])
+                if "memory" in mind:
+                    kept = step["history"][(*row, k)]
+                    close(mind["memory"][t][j], 0.5 + kept[2:] if case == "hop" else kept[[run.args.subgoal_hidden]])
             assert "moa" not in mind or mind["moa"][t][i] is None
     assert compared > 20
     for name in ("moa", "goal", "ahead"):
@@ -641,7 +642,7 @@ def test_a_browser_shows_it(browser, load, tmp_path):
         ("search", "2 trees, 4 simulations each|depth"),
         ("posterior", "exact Bayes posterior|no model of the others' actions to roll forward"),
         ("partners", "MOA and the game's own rules"),
-        ("hop", "Bayes' rule|counts stag"),
+        ("hop", "Bayes' rule|carries over stag"),
     ],
 )
 def test_every_kind_of_run_can_be_shown(case, said, browser, look, tmp_path):

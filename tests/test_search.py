@@ -53,10 +53,10 @@ def silent(name):
 
 class Numbers:
     """Networks that say something else about every position: numbers drawn from what stands there. Half of the
-    positions have the legal actions of the game, the others any."""
+    positions have the legal actions of the game, the others any. Values grow with the highest payoff."""
 
     def __init__(self, config):
-        self.config, self.known = config, {}
+        self.config, self.known, self.scale = config, {}, max(map(abs, config.payoffs()))
 
     def __call__(self, game, seat, tree, last_joint):
         key = (seat, game.position, game.present, game.prey, game.alive, sorted(game.walls), game.time, game.first_hunt)
@@ -71,7 +71,7 @@ class Numbers:
         if r.random() < 0.5:
             legal = sorted(r.sample(range(NUM_ACTIONS), r.randint(1, NUM_ACTIONS)))
         policy = reference.softmax({action: r.gauss(0, 1.5) for action in legal})
-        logits, value = {action: math.log(p) for action, p in policy.items()}, r.uniform(-2, 6)
+        logits, value = {action: math.log(p) for action, p in policy.items()}, r.uniform(-0.4, 1.2) * self.scale
         r = random.Random(f"{key}, {tree}")  # each tree expects something else of the others
         expected = []
         for _ in range(self.config.num_players - 1):
@@ -195,7 +195,7 @@ def compare(args, model, roots, simulations):
     scale, trees = max(map(abs, model.config.payoffs())), args.num_trees
     settings = reference.Settings(**{name: getattr(args, name) for name in names}, scale=scale)
     tree = grow(args, model, roots)
-    log_probs, played, visits, q = hop.root_policy(args, tree, roots.gumbel, trees)
+    log_probs, played, visits, q = hop.root_policy(args, scale, tree, roots.gumbel, trees)
     state, seats, numbers = model.unpack(roots.position)
     joints = [tuple(x) for x in roots.position.last_joint.tolist()]
     depths, repeated, plain = [], 0, []
@@ -230,16 +230,16 @@ BOARDS = {
 COMPARED = [  # root, board, max_depth, num_trees, simulations, other flags
     ("puct", "4x4", 32, 1, 18, {}),
     ("puct", "4x4", 2, 3, 16, {"puct": 2.5, "gamma": 0.8}),
-    ("puct", "3x5", 3, 1, 20, {"search_prior": 0.0, "q_temperature": 0.7}),
+    ("puct", "3x5", 3, 1, 20, {"search_prior": 0.0, "q_temperature": 3.5}),
     ("gumbel", "4x4", 32, 1, 20, {"search_prior": 0.0}),
-    ("gumbel", "3x5", 3, 1, 5, {"q_temperature": 2.0}),
-    ("gumbel", "3x5", 32, 3, 16, {"q_temperature": 0.4}),
+    ("gumbel", "3x5", 3, 1, 5, {"q_temperature": 10.0}),
+    ("gumbel", "3x5", 32, 3, 16, {"q_temperature": 2.0}),
 ]
 
 
 @pytest.mark.parametrize(("root", "board", "max_depth", "trees", "simulations", "flags"), COMPARED)
 def test_trees_are_those_of_the_plain_search(root, board, max_depth, trees, simulations, flags):
-    flags = {"gamma": 0.9, "q_temperature": 1.0, **flags}
+    flags = {"gamma": 0.9, "q_temperature": 5.0, **flags}
     args = make_args(root=root, max_depth=max_depth, num_trees=trees, num_simulations=simulations, **flags)
     model = Model(BOARDS[board])
     compare(args, model, Roots(model, 120 // trees, trees, simulations, seed=simulations + max_depth), simulations)
@@ -247,7 +247,7 @@ def test_trees_are_those_of_the_plain_search(root, board, max_depth, trees, simu
 
 @pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
 def test_one_step_ahead_tries_each_legal_action_once(root, trees):
-    args = make_args(root=root, planner="one-step", num_trees=trees, gamma=0.7, q_temperature=0.8, search_prior=0.6)
+    args = make_args(root=root, planner="one-step", num_trees=trees, gamma=0.7, q_temperature=4.0, search_prior=0.6)
     model = Model(BOARDS["4x4"])
     compare(args, model, Roots(model, 60 // trees, trees, NUM_ACTIONS, seed=5), NUM_ACTIONS)
 
@@ -255,7 +255,7 @@ def test_one_step_ahead_tries_each_legal_action_once(root, trees):
 @pytest.mark.parametrize("root", ["puct", "gumbel"])
 def test_rows_do_not_influence_each_other(root):
     """Other masks, ends and boards in every row; alone, shuffled or fewer, each grows the same tree"""
-    args, model = make_args(root=root, gamma=0.9, q_temperature=1.0, max_depth=5), Model(BOARDS["4x4"], torch.float32)
+    args, model = make_args(root=root, gamma=0.9, q_temperature=5.0, max_depth=5), Model(BOARDS["4x4"], torch.float32)
     roots = Roots(model, 12, 1, 16, seed=3)
     together = grow(args, model, roots)
     assert len({tuple(row) for row in (together.edges[:, 0, 2] > hop.ILLEGAL / 2).tolist()}) > 5, "masks differ"
@@ -264,7 +264,9 @@ def test_rows_do_not_influence_each_other(root):
         found = grow(args, model, roots.only(rows))
         for name in ("edges", "stats", "best", "best_child", "opponent_probs"):
             assert torch.equal(getattr(found, name)[:, :-1], getattr(together, name)[rows][:, :-1]), name
-        ours, theirs = (hop.root_policy(args, *x, 1) for x in ((found, roots.gumbel[rows]), (together, roots.gumbel)))
+        ours, theirs = (
+            hop.root_policy(args, 5.0, *x, 1) for x in ((found, roots.gumbel[rows]), (together, roots.gumbel))
+        )
         assert all(torch.equal(x, y[rows]) for x, y in zip(ours, theirs, strict=True))
 
 
@@ -276,10 +278,26 @@ def test_paths_longer_than_need_be_change_nothing():
         for name in ("gumbel_root_action", "select_path", "path_returns", "update_best"):
             patch.setattr(hop, name, getattr(hop, name).__wrapped__)  # as it is, not compiled
         for compiled in (False, True):
-            trees.append(grow(make_args(gamma=0.9, q_temperature=1.0, compile=compiled), model, roots))
+            trees.append(grow(make_args(gamma=0.9, q_temperature=5.0, compile=compiled), model, roots))
     for name in ("edges", "stats", "best", "best_child"):
         assert torch.equal(*(getattr(tree, name)[:, :-1] for tree in trees)), name
     assert not torch.equal(trees[0].edges[:, -1], trees[1].edges[:, -1]), "the spare node is visited more often"
+
+
+@pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
+def test_payoffs_a_hundred_times_smaller_make_no_difference(root, trees):
+    args, found = make_args(root=root, num_trees=trees), []
+    rewards = ("stag_reward", "hare_reward", "time_reward")
+    smaller = {name: getattr(BOARDS["4x4"], name) / 100 for name in rewards}
+    for config in (BOARDS["4x4"], dataclasses.replace(BOARDS["4x4"], **smaller)):
+        model = Model(config)
+        roots, scale = Roots(model, 60 // trees, trees, 12, seed=7), max(map(abs, config.payoffs()))
+        found.append(hop.root_policy(args, scale, grow(args, model, roots), roots.gumbel, trees))
+    (log_probs, played, visits, q), (other_log_probs, other_played, other_visits, other_q) = found
+    torch.testing.assert_close(log_probs.exp(), other_log_probs.exp(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(played, other_played, atol=1e-6, rtol=0)
+    torch.testing.assert_close(q, 100 * other_q)
+    assert torch.equal(visits, other_visits) and log_probs.exp().amax(1).median() > 0.9, "beta is no weak one"
 
 
 HALVING = [  # considered actions, simulations, visits of the action that is due
@@ -412,6 +430,7 @@ SEARCHED = {
     "no subgoals": {"subgoals": "none", "search_model": "env"},
     "hop": {"method": "hop", "num_trees": 3},
     "hop in the tree": {"method": "hop", "infer_in_tree": True},
+    "hop, ours": {"method": "hop-ours", "infer_in_tree": True},
 }
 
 
@@ -497,7 +516,7 @@ def test_each_tree_has_subgoals_of_its_own_and_their_q_are_averaged():
         assert (opponents[:, 0] != opponents[:, 1]).any() and (opponents[:, 0] != opponents[:, 2]).any()
         edges, value = tree.edges[:, 0], tree.stats[:, 0, :1]
         q = hop.completed_q(edges[:, 0], edges[:, 1], edges[:, 2], value).unflatten(0, (-1, 3)).mean(1)
-        expected = (args.q_temperature * q + edges[::3, 2]).masked_fill(edges[::3, 2] < -1e8, -1e9).log_softmax(1)
+        expected = (args.q_temperature * q / 5 + edges[::3, 2]).masked_fill(edges[::3, 2] < -1e8, -1e9).log_softmax(1)
         searched = tree.stats[::3, 0, 2] == 0
         torch.testing.assert_close(log_probs.view(seat.numel(), -1)[searched], expected[searched])
 
@@ -518,29 +537,41 @@ def likelihoods(state, board, prey_position, time):
     return torch.stack(said, 2).detach().unflatten(1, (-1, k)), present
 
 
-def bayes(evidence, counts):
-    """Prior (1 + how often each was pursued) times likelihood, by hand"""
-    weights = [(1 + often) * math.exp(score - max(evidence)) for score, often in zip(evidence, counts, strict=True)]
+def bayes(evidence, prior):
+    """Prior times likelihood, by hand"""
+    weights = [often * math.exp(score - max(evidence)) for score, often in zip(evidence, prior, strict=True)]
     return [weight / sum(weights) for weight in weights]
 
 
+@pytest.mark.parametrize("method", ["hop", "hop-ours"])
 @pytest.mark.parametrize("remembers", [True, False])
-def test_belief_in_stag_or_hare_by_hand(remembers):
+def test_belief_in_stag_or_hare_by_hand(remembers, method, monkeypatch):
+    """HOP's prior is b0 = alpha b0 + (1 - alpha) 1[goal], by what the co-player was seen to take, from 1/2 on; ours 1
+    and discounted counts, by what it seems to have pursued"""
     flags = {"inter_episode_belief": remembers, "memory_discount": 0.7, "history_reset_prob": 0.0, "planner": "none"}
-    state = make_state(method="hop", num_envs=5, **flags)
+    flags["seats"] = "learner,learner,nearest_stag"
+    state, start, beliefs = make_state(method=method, num_envs=5, **flags), 0.5 if method == "hop" else 1.0, []
     state.networks.moa.params["encoder.table"].data.mul_(30)  # so that some action is as good as impossible
-    evidence, counts = np.zeros((3, 5, 2, 2)), np.zeros((3, 5, 2, 2))
-    seen = {"left": 0, "clamped": 0, "ends": 0}
-    for _ in range(45):
-        kept = torch.tensor(np.concatenate([evidence, counts], 3)).float()
+    infer_opponents = hop.infer_opponents
+    monkeypatch.setattr(
+        hop, "infer_opponents", lambda *given: (beliefs.append(infer_opponents(*given)), beliefs[-1])[1]
+    )
+    evidence, prior = np.zeros((2, 5, 2, 2)), np.full((2, 5, 2, 2), start)
+    seen = {"left": 0, "clamped": 0, "ends": 0, "stag": 0, "hare": 0, "nothing": 0}
+    for _ in range(60):
+        kept = torch.tensor(np.concatenate([evidence, prior - start], 3)).float()
         torch.testing.assert_close(state.rollout_state["history"], kept, atol=1e-3, rtol=1e-4)
+        beliefs.clear()
         steps, outputs, *_ = play(state, 1)
-        rough = hop.bayes_posterior(steps.history[:, 0].float()).exp()  # what metrics are made of
-        torch.testing.assert_close(rough.flatten(2), outputs["goals"][:, 0], atol=0.02, rtol=0)
+        believed = beliefs[0].params.exp().view(2, 5, 4)  # before the step
+        rough = hop.bayes_posterior(state.args, steps.history[:, 0].float()).exp()  # what metrics are made of
+        torch.testing.assert_close(rough.flatten(2), believed, atol=0.02, rtol=0)
+        read = outputs["goals"][:, 0]  # by the policy
+        assert read.shape[2] == 0 if method == "hop" else torch.allclose(read, believed)
         acts, present = likelihoods(state, steps.board[:, 0], steps.prey_position[:, 0], steps.time[:, 0])
-        for m, e, k in np.ndindex(3, 5, 2):
-            belief = bayes(evidence[m, e, k], counts[m, e, k])
-            assert outputs["goals"][m, 0, e, 2 * k : 2 * k + 2].tolist() == pytest.approx(belief, abs=1e-4)
+        for m, e, k in np.ndindex(2, 5, 2):
+            belief = bayes(evidence[m, e, k], prior[m, e, k])
+            assert believed[m, e, 2 * k : 2 * k + 2].tolist() == pytest.approx(belief, abs=1e-4)
             scores = acts[m, e, k, :, int(steps.joint[m, 0, e, 1 + k])].tolist()
             if present[m, e, k]:
                 clamped = [max(-10.0, score) for score in scores]
@@ -548,12 +579,19 @@ def test_belief_in_stag_or_hare_by_hand(remembers):
                 seen["clamped"] += min(scores) < -10
             else:
                 seen["left"] += 1
+            if steps.exited[m, 0, e, 1 + k]:
+                prey = {HUNT_STAG: 0, HUNT_HARE: 1}[int(steps.joint[m, 0, e, 1 + k])]
+                seen[("stag", "hare")[prey]] += 1
+                if method == "hop":
+                    prior[m, e, k] = 0.7 * prior[m, e, k] + 0.3 * np.eye(2)[prey]
             if steps.done[m, 0, e]:
-                pursued = counts[m, e, k] + bayes(evidence[m, e, k], counts[m, e, k])
-                counts[m, e, k] = 0.7 * pursued if remembers else 0
+                if method == "hop-ours":
+                    prior[m, e, k] = 1 + 0.7 * (prior[m, e, k] - 1 + bayes(evidence[m, e, k], prior[m, e, k]))
+                prior[m, e, k] = prior[m, e, k] if remembers else start
                 evidence[m, e, k] = 0
+                seen["nothing"] += int(present[m, e, k] and not steps.exited[m, 0, e, 1 + k])
                 seen["ends"] += 1
-    assert all(count > 5 for count in seen.values()), seen
+    assert all(count > 2 for count in seen.values()), seen
 
 
 def test_hop_learns_from_the_prey_that_was_taken():
@@ -583,6 +621,41 @@ def test_hop_learns_from_the_prey_that_was_taken():
             total, games = total + sum(losses) / len(losses), games + 1  # each game weighs the same
     assert all(count > 2 for count in kinds.values()), kinds
     assert ours["moa"].item() == pytest.approx(total / games, rel=1e-4) and torch.equal(ours["moa"], ours["loss"])
+
+
+def test_hop_reads_the_state_alone():
+    """Neither policy nor value change with what was believed or done before; ours do"""
+    for method, changes in (("hop", False), ("hop-ours", True)):
+        state = make_state(method=method, planner="none", num_envs=3)
+        steps, outputs, *_ = play(state, 4)
+        views = hop.entity_views(state.args, state.env, steps.board[:, 3], steps.prey_position[:, 3])
+        given = state.args, state.networks.policy, views, steps.time[:, 3] / CONFIG.final_time
+        said = [
+            hop.evaluate_policy(*given, last_joint, goals)[2:]
+            for last_joint, goals in (
+                (steps.last_joint[:, 3], outputs["goals"][:, 3]),
+                (6 - steps.last_joint[:, 3], 1 - outputs["goals"][:, 3]),
+            )
+        ]
+        assert all(torch.equal(*pair) != changes for pair in zip(*said, strict=True))
+
+
+def test_hop_values_are_learned_from_monte_carlo_returns():
+    config = dataclasses.replace(CONFIG, time_reward=-0.1)
+    state = make_state(method="hop", num_envs=12, planner="none", config=config)
+    steps, outputs, *_ = play(state, 14)
+    batch = hop.make_ppo_batch(state.args, hop.real_samples(state.args, config, steps, outputs), real=True)
+    returns, compared = batch["returns"].view(3, 14, 12), 0
+    for m, e in np.ndindex(3, 12):
+        expected = None  # from the end of the rollout on, as long as the game does not end
+        for t in reversed(range(14)):
+            if steps.done[m, t, e] or steps.exited[m, t, e, 0]:
+                expected = 0.0
+            if expected is not None and steps.board[m, t, e, 0].any():
+                expected = float(steps.reward[m, t, e]) + state.args.gamma * expected
+                assert returns[m, t, e].item() == pytest.approx(expected, abs=1e-4)
+                compared += 1
+    assert compared > 200
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -634,6 +707,29 @@ def cross_entropy(state, batch):
         log_probs, _ = state.networks.policy(batch["inputs"], batch["legal"])
     loss = -(batch["log_probs"].exp() * log_probs.clamp(min=-50)).sum(2)
     return (loss * batch["weight"]).sum(1) / batch["weight"].sum(1)
+
+
+@pytest.mark.parametrize("script", [hop, ppo])
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_the_clipped_value_loss_is_cleanrls(clip_vloss, script):
+    generator = seeded(2)
+    newvalue, returns, value = torch.randn(3, 2, 50, generator=generator)
+    zeros, ones = torch.zeros(2, 50), torch.ones(2, 50)
+    mb = {"inputs": zeros, "legal": zeros, "action": zeros.long(), "log_prob": zeros, "log_probs": zeros[..., None]}
+    mb |= {"advantage": zeros, "returns": returns, "value": value, "weight": ones, "real": ones, "distilled": zeros}
+    mb["critic_weight"] = (torch.rand(2, 50, generator=generator) < 0.7).float()
+    args = dataclasses.replace(script.make_args("ppo", "cpu"), clip_vloss=clip_vloss, clip_coef=0.3)
+    loss, metrics = script.ppo_loss(args, lambda inputs, legal: (torch.zeros(2, 50, 7), newvalue), mb)
+    for m in range(2):
+        counts = mb["critic_weight"][m] > 0
+        new, target, old = newvalue[m][counts], returns[m][counts], value[m][counts]
+        v_loss_unclipped = (new - target) ** 2
+        v_clipped = old + torch.clamp(new - old, -0.3, 0.3)
+        v_loss_max = torch.max(v_loss_unclipped, (v_clipped - target) ** 2)
+        expected = 0.5 * (v_loss_max if clip_vloss else v_loss_unclipped).mean()
+        torch.testing.assert_close(metrics["value_loss"][m], expected)
+        torch.testing.assert_close(loss[m], args.vf_coef * expected)
+        assert (v_loss_max > v_loss_unclipped).any() and (v_loss_max == v_loss_unclipped).any()
 
 
 ONCE = {"update_epochs": 1, "num_minibatches": 1, "learning_rate": 1e-12}
@@ -728,7 +824,7 @@ def test_without_search_it_has_the_other_scripts_defaults(method, device):
 
 
 def test_defaults_of_the_methods_that_search():
-    for method in ("hopplus-mcts", "hop"):
+    for method in ("hopplus-mcts", "hop", "hop-ours"):
         args = hop.make_args(method, "cpu")
         assert (args.num_envs, args.total_timesteps, args.imagination_horizon, args.subgoal_period) == (
             64,
@@ -744,6 +840,13 @@ def test_defaults_of_the_methods_that_search():
         "bayes",
         2,
     )
+    published = {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0, "gae_lambda": 1.0, "ent_coef": 0.0}
+    published |= {"history_reset_prob": 0.0, "method": "hop"}
+    assert dataclasses.asdict(hop.make_args("hop", "cpu")) == dataclasses.asdict(args) | published
+    assert {name: getattr(hop.make_args("hop-ours", "cpu"), name) for name in published} == {
+        **{"subgoals": "bayes", "pretraining_updates": 200, "offline_ratio": 0.5, "gae_lambda": 0.95, "ent_coef": 0.03},
+        **{"history_reset_prob": 0.1, "method": "hop-ours"},
+    }
     assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts" and hop.make_args().exp_name == "hopplus_mcts"
 
 
@@ -763,6 +866,7 @@ VARIANTS = {
     "gumbel": {"root": "gumbel", "num_trees": 1, "search_model": "env"},
     "in the tree, imagined": {"infer_in_tree": True, "imagination": True, "policy_loss": "ppo", "ppo_real_ratio": 0.5},
     "hop": {"method": "hop", "num_seeds": 2, "seats": "learner,learner,nearest_stag"},
+    "hop, ours": {"method": "hop-ours", "seats": "learner,learner,nearest_stag"},
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,random", "search_model": "env"},
     "actions": {"subgoals": "actions", "goal_kind": "discrete"},
     "rule-based games, imagined": {"imagination": True, "imagined_goals": "prior", "ppo_real_ratio": 0.5},
@@ -771,9 +875,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "bayes"])
+@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"])
 def test_models_are_made_where_something_reads_them(subgoals):
-    inferred = subgoals in ("actions", "inferred", "bayes")
+    inferred = subgoals in ("actions", "inferred", "bayes", "hop")
     for planner, model, imagination in itertools.product(("mcts", "one-step", "none"), ("env", "world-model"), (0, 1)):
         args = make_args(subgoals=subgoals, planner=planner, search_model=model, imagination=bool(imagination))
         networks = hop.make_networks(args, CONFIG, [1], CPU)
@@ -794,6 +898,21 @@ def test_variants_run_and_log_what_the_search_does(changes, tmp_path):
         assert depth == pytest.approx(1) if one_step else 1 <= depth <= 6
         assert row["search/kl"] >= 0 and (row["losses/distill"] == 0) == (changes.get("policy_loss") == "ppo")
     assert len(rows) == 2
+
+
+def test_hop_sees_no_rule_based_games(tmp_path, monkeypatch):
+    pretrain, called = hop.pretrain, []
+    monkeypatch.setattr(hop, "pretrain", lambda *given: (called.append(given[0].method), pretrain(*given))[1])
+    flags = {"total_timesteps": 32, "learning_rate": 1e-12, "subgoal_learning_rate": 1e-12}
+    for method in ("hop", "hop-ours"):
+        given = {"method": method, "pretraining_updates": 0} | ({} if method == "hop" else {"offline_ratio": 0.5})
+        found = run(tmp_path / method, **given, **flags)
+        state = torch.load(found["checkpoint"])["states"][0]
+        moa = state["networks"]["moa"]["encoder.table"]
+        assert ("offline_replay" in state) == (method == "hop-ours")
+        alike = torch.allclose(moa[0], moa[1])
+        assert alike == (method == "hop-ours"), "each learner has its own MOA from the start, or a copy of one"
+    assert called == ["hop-ours"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "hop"}], ids=["hopplus-mcts", "hop"])
