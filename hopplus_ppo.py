@@ -106,7 +106,7 @@ class PPOArgs:
     clip_coef: Positive = 0.2
     """clip range of the ratio"""
     clip_vloss: bool = False
-    """clip the value loss too: what of a new value is further than clip_coef from the old one may only raise it"""
+    """clip the value loss too: the larger error of the new value and of that clipped to the old one +- clip_coef"""
     ent_coef: NonNegative = 0.03
     """weight of the entropy"""
     vf_coef: NonNegative = 0.5
@@ -195,8 +195,8 @@ class ImaginationArgs:
     imagined_weight: NonNegative = 1.0
     """weight of an imagined sample beside a real one"""
     imagined_goals: Literal["current", "prior"] = "current"
-    """whose: those of the replay's co-players; prior: in every second rollout, which then starts from a rule-based
-    game of the pretraining, those of the population: so the policy learns to answer goals that self-play never shows"""
+    """which subgoals imagined co-players have: those of the replay; prior: in every second rollout those of rule-based
+    games, from which it then starts, so that the policy learns to answer goals that self-play never shows"""
 
 
 @dataclasses.dataclass
@@ -481,11 +481,10 @@ def goal_kl(kind: str, q, p):
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
-    3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
-    cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
-    will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
-    that exists."""
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the 3x3 cells around
+    each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell is taken and,
+    for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do. Players
+    cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one that exists."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
@@ -1523,7 +1522,8 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        signal.signal(number, signal.SIG_DFL)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

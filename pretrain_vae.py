@@ -740,7 +740,8 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        signal.signal(number, signal.SIG_DFL)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -866,7 +867,10 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint:
         for name, stacked in models.items():
             stacked.load_state_dict(checkpoint["networks"].get(name))
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{args.resume}: its optimizer does not fit: {error}") from error
         epoch, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = epoch < args.epochs
 

@@ -225,11 +225,10 @@ class Stacked:
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
-    3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its
-    cell is taken and, for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size
-    will do. Players cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one
-    that exists."""
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the 3x3 cells around
+    each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell is taken and,
+    for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do. Players
+    cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one that exists."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
@@ -707,7 +706,8 @@ def stop_requests():
     def ask(number, _):
         asked.append(number)
         os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        signal.signal(number, signal.SIG_DFL)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -840,7 +840,10 @@ def main(args: Args) -> dict[str, float]:
     watched = Dataset(*(x[:, :10_000] for x in held_out))
     optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
     if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{args.resume}: its optimizer does not fit: {error}") from error
         update, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = update < args.num_updates
 

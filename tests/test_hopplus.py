@@ -691,6 +691,24 @@ def test_a_game_that_outlasts_the_rollout_counts_as_it_ends(data):
     torch.testing.assert_close(other_games["kl"], without["kl"])
 
 
+def test_training_looks_into_the_next_rollout(monkeypatch):
+    """For subgoals; what is learned from is one rollout"""
+    state, looked_at, hindsight_goals = make_state("ppo-omg", num_envs=16), [], hop.hindsight_goals
+    for _ in range(2):
+        state.replay.push(play(state, state.args.num_steps)[0])
+
+    def look(args, env, networks, selection, windows, goals, prior, present, done):
+        looked_at.append((goals.shape[1], present.shape[1], done))
+        return hindsight_goals(args, env, networks, selection, windows, goals, prior, present, done)
+
+    monkeypatch.setattr(hop, "hindsight_goals", look)
+    parts = state.args, state.env, state.networks, state.optimizers["opponents"], state.replay, None
+    hop.train_opponent_models(*parts, torch.tensor(0.0), 3)
+    steps = state.args.num_steps
+    assert [sizes[:2] for sizes in looked_at] == [(steps, 2 * steps)] * 3
+    assert any(not done[:, steps - 1].all() for *_, done in looked_at), "some games go on"
+
+
 def model_losses(state, windows, eps=0.0, **changes):
     args = dataclasses.replace(state.args, **changes)
     torch.manual_seed(5)

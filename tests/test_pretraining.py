@@ -240,6 +240,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{text}"}, ["checksum"]),
     ("both", {"resume": "{other}"}, ["world-model-7", "subgoals-7"]),
     ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
+    ("both", {"resume": "{optimizer}"}, ["its optimizer does not fit"]),
     ("both", {"population": "random,nearest_wolf"}, ["nearest_wolf"]),
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),
     ("both", {"held_out_games": 0}, ["--held-out-games", "0"]),
@@ -269,11 +270,12 @@ def files(runs, tmp_path_factory):
     for script, other in ((wm, vae), (vae, wm)):
         checkpoint = runs[script][1]["checkpoint"]
         paths = {"missing": folder / "missing", "text": folder / "text", "checkpoint": checkpoint}
-        paths |= {name: folder / f"{script.__name__} {name}" for name in ("cut", "abacus", "pixel")}
+        paths |= {name: folder / f"{script.__name__} {name}" for name in ("cut", "abacus", "pixel", "optimizer")}
         paths["other"] = runs[other][1]["checkpoint"]
         whole, content = Path(checkpoint).read_bytes(), torch.load(checkpoint, weights_only=True)
         paths["cut"].write_bytes(whole[: len(whole) // 2])
         script.save_checkpoint(paths["abacus"], content | {"device": "abacus"})
+        script.save_checkpoint(paths["optimizer"], content | {"optimizer": {"state": {}}})
         script.save_checkpoint(paths["pixel"], content | {"args": content["args"] | {"wm_head": "pixel"}})
         found[script] = {name: str(path) for name, path in paths.items()}
     return found
