@@ -151,10 +151,11 @@ def arms(task: str) -> dict[str, Run]:
     models = f"{common} {MODELS} --method ppo-omg" + (" --memory-discount 0.5" if "drifts" in task else "")
     then = (PARTNERS, NEW_PARTNERS) if "stays" in task else (PARTNERS,) if "drifts" in task else ()
     gru = "" if "--redraw" in flags else " --redraw game"
+    inferring = f"{models} --offline-ratio 0.1" if "--height 8" in flags else models
     runs = {
         "none": Run(f"{common} --policy-hidden 256 --method ppo", then=then),
-        "actions": Run(f"{models} --subgoals actions", then=then),
-        "inferred": Run(f"{models} --subgoals inferred", then=then),
+        "actions": Run(f"{inferring} --subgoals actions", then=then),
+        "inferred": Run(f"{inferring} --subgoals inferred", then=then),
         "GRU": Run(f"{common} --hidden 256{gru}", GRU, then=then),
         "posterior": Run(f"{models} --subgoals posterior", then=then),
         "told": Run(f"{models} --subgoals oracle", then=then),

@@ -133,7 +133,7 @@ def deal_seats(args: Args, sets: dict) -> tuple[list[list[str]], list[int]]:
     return tables, index
 
 
-def first_boards(run: Run, index: list[int], count: int = 256):
+def first_boards(run: Run, index: list[int], count: int = 1024):
     """Transitions [M, count, ...]: first boards of games that learner index[m] has in its replay"""
     kept = run.script.Replay(run.args.replay_rollouts, len(index), "cpu")
     kept.load_state_dict(run.checkpoint["states"][0]["replay"])
