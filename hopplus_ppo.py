@@ -47,7 +47,7 @@ from tqdm import tqdm
 import stag_hunt_env as game
 from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
 
-FORMAT = "hopplus-11"  # of a checkpoint
+FORMAT = "hopplus-12"  # of a checkpoint
 KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
@@ -157,7 +157,7 @@ class OpponentArgs:
     pretraining_games: Count = 1024
     """rule-based games at a time, per seed"""
     offline_ratio: Fraction = 0.5
-    """share of the models' samples that are rule-based games of the pretraining"""
+    """share of the models' samples that are games of rule-based players, played beside the learners' own"""
 
 
 @dataclasses.dataclass
@@ -851,7 +851,7 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
 
 class Replay:
     """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in; of the histories, by
-    far the largest, only those before each rollout's first step. Rollouts of S < M serve the learners of each seed."""
+    far the largest, only those before each rollout's first step."""
 
     def __init__(self, rollouts: int, num_learners: int, device):
         self.rollouts = rollouts
@@ -908,7 +908,7 @@ class Replay:
 
 
 def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int, members=1):
-    """As Replay.sample, a share of it from the offline games"""
+    """As Replay.sample, a share of it from the rule-based games"""
     old = round(count * offline_ratio) if offline is not None else 0
     shares = [(replay, count - old), (offline, old)]
     parts = [source.sample(number, window, members) for source, number in shares if number]
@@ -1662,9 +1662,9 @@ class TrainState:
     optimizers: dict[str, torch.optim.Adam]
     rollout_state: dict[str, torch.Tensor]
     replay: Replay  # the learners' own last rollouts
-    offline_replay: Replay | None  # rule-based games, so that the models do not forget them
     eps: torch.Tensor  # [] share of hindsight subgoals in MOA's training
     horizon: torch.Tensor  # int64 [M] how many steps may be imagined
+    offline: "TrainState | None" = None  # rule-based games that the learners watch: their models must not forget them
     metrics: MetricSums = dataclasses.field(default_factory=MetricSums)
 
     def tensors(self) -> dict:
@@ -1674,11 +1674,14 @@ class TrainState:
         if self.env.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.env.device)
         own = {"rollout_state": self.rollout_state, "eps": self.eps, "horizon": self.horizon, "random": random}
+        if self.offline is not None:
+            own["offline_rollout_state"] = self.offline.rollout_state
         return {"networks": networks, "optimizers": optimizers, **own}
 
     def parts(self) -> dict:
-        parts = {"env": self.env, "seats": self.seats, "replay": self.replay, "offline_replay": self.offline_replay}
-        return {name: part for name, part in parts.items() if part is not None}
+        parts = {"env": self.env, "seats": self.seats, "replay": self.replay}
+        watched = {} if self.offline is None else self.offline.parts()
+        return parts | {f"offline_{name}": part for name, part in watched.items()}
 
     def state_dict(self) -> dict:
         return self.tensors() | {name: part.state_dict() for name, part in self.parts().items()}
@@ -1716,13 +1719,18 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
         optimizers["opponents"] = make_optimizer(learned, args.subgoal_learning_rate)
     if networks.world is not None:
         optimizers["world"] = make_optimizer(networks.world.parameters(), args.wm_learning_rate, beta2=0.99)
-    offline = networks.moa is not None and args.offline_ratio > 0 and not watch
-    replays = Replay(args.replay_rollouts, m, device), Replay(args.replay_rollouts, m, device) if offline else None
+    replay, offline = Replay(args.replay_rollouts, m, device), None
+    if networks.moa is not None and args.offline_ratio > 0 and not watch:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            few = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 8))
+            offline = make_train_state(few, tables, seeds, device, rank, watch=True)
+        offline = dataclasses.replace(offline, networks=networks, optimizers={})
+        offline.env.generator = env.generator  # a CUDA graph knows of one
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
     last_joint = torch.full((*seats.learner_seat.shape, env.config.num_players), STAY, device=device)
     history = torch.zeros(*last_joint.shape[:2], env.config.num_players - 1, 2 * args.subgoal_hidden, device=device)
     rollout_state = {"last_joint": last_joint, "history": history}
-    return TrainState(args, env, seats, networks, optimizers, rollout_state, *replays, eps, horizon)
+    return TrainState(args, env, seats, networks, optimizers, rollout_state, replay, eps, horizon, offline)
 
 
 def tile_weights(weights: dict[str, torch.Tensor], members: int, index) -> dict[str, torch.Tensor]:
@@ -1744,8 +1752,8 @@ def load_pretrained(path: str, expected: str, names: tuple, args: Args, networks
 
 
 def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict[str, float]:
-    """One model per seed learns from games of rule-based players; each of its learners starts from a copy, and keeps
-    the last games as its offline replay. -> metrics on fresh games"""
+    """One model per seed learns from games of rule-based players; each of its learners starts from a copy.
+    -> metrics on fresh games"""
     table = game.seats_table(args.seats, args.config.num_players)
     watch_args = dataclasses.replace(args, num_envs=args.pretraining_games, share_parameters=True, compile=False)
     watch = make_train_state(watch_args, [table] * len(seeds), seeds, state.env.device, rank, watch=True)
@@ -1777,20 +1785,24 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
             if number == update == 0:
                 play, learn = (capture(function, watch.env, args.cudagraphs) for function in (play, learn))
     index = torch.arange(len(seeds), device=state.env.device).repeat_interleave(state.seats.num_learners // len(seeds))
-    for _ in range(args.replay_rollouts):  # once more, with histories of the trained q_phi
-        transitions, _, episodes = play()
-        if state.offline_replay is not None:  # at most 256 games, of all seats
-            games = torch.arange(min(256, transitions.done.shape[2]), device=index.device)
-            games = games * transitions.done.shape[2] // len(games)
-            state.offline_replay.push(Transitions(*(x[:, :, games] for x in transitions)))
     for name, stacked in networks._asdict().items():
         if stacked is not None and name != "policy":
             tiled = tile_weights(stacked.state_dict(), args.wm_ensemble if name == "world" else 1, index)
             getattr(state.networks, name).load_state_dict(tiled)
+    for _ in range(args.replay_rollouts if state.offline is not None else 0):
+        watch_rule_based(state.offline)
+    transitions, _, episodes = play()
     metrics = moa_metrics(watch_args, watch.env, watch.seats, networks, transitions, episodes)
     if networks.world is not None:
         metrics |= measure_horizon(watch_args, args.config, networks, transitions)[1]
     return {name: float(x.mean()) for name, x in metrics.items() if name != "moa/confusion"}
+
+
+def watch_rule_based(offline: TrainState) -> None:
+    """A rollout of rule-based games, with the learners' present idea of who plays, for the offline replay"""
+    args = offline.args
+    parts = offline.env, offline.seats, offline.networks, offline.rollout_state
+    offline.replay.push(rollout(args, *parts, args.num_steps, learners_act=False)[0])
 
 
 def train_iteration(state: TrainState, train_world: bool, train_opponents: bool) -> dict:
@@ -1809,9 +1821,11 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
         metrics |= found
     timer.record("measure")
 
-    replays = state.replay, state.offline_replay
+    replays = state.replay, state.offline.replay if state.offline is not None else None
     if networks.moa is not None:
         state.replay.push(transitions)
+    if state.offline is not None:
+        watch_rule_based(state.offline)
     if train_world and networks.world is not None and args.wm_updates > 0:
         losses = train_world_model(args, env.config, networks, state.optimizers["world"], *replays, args.wm_updates)
         losses = {name: x.unflatten(0, (-1, args.wm_ensemble)).mean(1) for name, x in losses.items()}

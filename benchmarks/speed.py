@@ -103,11 +103,8 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     state = script.make_train_state(args, [seats_table(args.seats, config.num_players)] * len(seeds), seeds, device)
     networks, env = state.networks, state.env
-    if state.offline_replay is not None:  # as large as after pretraining; what is in it does not matter for the speed
-        found = script.rollout(args, env, state.seats, networks, state.rollout_state, args.num_steps)
-        games = torch.arange(min(256, args.pretraining_games), device=device) % found[0].done.shape[2]
-        state.offline_replay.push(script.Transitions(*(x[:, :, games] for x in found[0])))
-        state.offline_replay.pushed.fill_(args.replay_rollouts)
+    if state.offline is not None:
+        script.watch_rule_based(state.offline)  # as pretraining does
 
     def due(k):
         world = networks.world is not None and args.wm_updates > 0 and k % args.wm_period == 0

@@ -339,7 +339,7 @@ def timed(function, times: int) -> float:
 def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict:
     """mode -> its generator"""
     tables, index = deal_seats(args, sets)
-    changes = {name: getattr(args, name) for name in LEARNING} | {"offline_ratio": 0.0}
+    changes = {name: getattr(args, name) for name in LEARNING}
     changes |= {"num_envs": 1, "num_steps": args.every, "replay_rollouts": args.steps // args.every}
     changes |= {"imagination_horizon": run.args.config.final_time, "critic_data": "mixed", "subgoal_batch_size": 2}
     changes["share_parameters"] = False

@@ -362,7 +362,7 @@ def test_given_subgoals_need_no_models(subgoals):
     changes = {"imagination": False, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 16}
     state = make_state(subgoals=subgoals, **changes)
     assert [name for name, x in state.networks._asdict().items() if x is not None] == ["policy"]
-    assert set(state.optimizers) == {"policy"} and state.offline_replay is None
+    assert set(state.optimizers) == {"policy"} and state.offline is None
     before = copy.deepcopy(state.networks.policy.state_dict())
     seen = hop.train_iteration(state, True, True)
     goals, given = seen["outputs"]["goals"], seen["transitions"].oracle_id
@@ -707,6 +707,26 @@ def test_training_looks_into_the_next_rollout(monkeypatch):
     steps = state.args.num_steps
     assert [sizes[:2] for sizes in looked_at] == [(steps, 2 * steps)] * 3
     assert any(not done[:, steps - 1].all() for *_, done in looked_at), "some games go on"
+
+
+def test_rule_based_games_go_on_beside_the_learners_own():
+    """Models that see the same few games again and again learn them by heart."""
+    state, boards = make_state("ppo-omg", num_envs=16, history_reset_prob=0.0), []
+    offline = state.offline
+    assert offline.env.num_envs == 2 and (offline.seats.kinds >= 0).all(), "nobody of them learns"
+    for number in range(3):
+        before = offline.rollout_state["history"].bfloat16()
+        state.networks.inference.params["events.2.bias"].data += 1
+        hop.train_iteration(state, False, False)
+        slot = number % state.args.replay_rollouts
+        assert offline.replay.pushed == number + 1
+        newest = hop.Transitions(*(x[slot] for x in offline.replay.data))
+        torch.testing.assert_close(newest.history[:, 0], before)
+        boards.append(newest.board.clone())
+        windows = newest._replace(history=newest.history.expand(-1, state.args.num_steps, -1, -1, -1))
+        *_, after = hop.encode_history(state.args, offline.env, state.networks, windows, before.float())
+        torch.testing.assert_close(offline.rollout_state["history"], after, atol=0.2, rtol=0.02)
+    assert all((a != b).any() for a, b in itertools.combinations(boards, 2))
 
 
 def model_losses(state, windows, eps=0.0, **changes):

@@ -193,7 +193,8 @@ def test_every_second_imagined_game_may_start_from_a_rule_based_one(goals, share
     state.horizon.fill_(4)
     rule_based = play(state, state.args.num_steps)[0]
     marked = rule_based._replace(time=rule_based.time + 100, history=torch.full_like(rule_based.history, 3.0))
-    state.offline_replay.push(marked)
+    state.offline.replay.push(marked)
+    monkeypatch.setattr(hop, "watch_rule_based", lambda _: None)
     monkeypatch.setattr(hop, "imagine", lambda *given: (seen.append(given[3]), imagine(*given))[1])
     monkeypatch.setattr(hop, "drop_masked", lambda batch, *_: batch)
     hop.train_iteration(state, False, False)
