@@ -2,6 +2,7 @@
 
     python benchmarks/search.py                               # nothing in the trees but a small network
     python benchmarks/search.py --trees 256 --repeats 3 --no-compile
+    python benchmarks/search.py --csv search.csv              # also to a file, for benchmarks/peers.py --ours
     python benchmarks/search.py --profile -- --num-envs 4096 --num-trees 1 --num-simulations 32 --search-model env \
         --compile --precision bf16                            # with game, MOA and subgoals; flags of hopplus_mcts.py
     python benchmarks/search.py --profile --checkpoint runs/RUN/checkpoint.pt
@@ -11,6 +12,7 @@ The small network is an MLP 128-128 whose hidden vector is the position, as in m
 --checkpoint the networks of --profile and --draw are fresh. torch.compile takes a minute or two at the start.
 """
 
+import csv
 import dataclasses
 import itertools
 import sys
@@ -39,6 +41,8 @@ class SearchBenchmarkArgs:
     """on a GPU: fuse the network and, as hopplus_mcts.py --compile does, parts of the search"""
     device: str = "auto"
     """auto, cpu or cuda"""
+    csv: str | None = None
+    """also write the figures to this CSV file"""
     profile: bool = False
     """measure the phases and the longest operations of a real search instead; flags of hopplus_mcts.py after --"""
     draw: str | None = None
@@ -221,6 +225,10 @@ def main(args: Args) -> dict[str, float]:
         seconds = measure(args, root, trees, device)
         rates[f"{root}/{trees}"] = rate = trees * args.simulations / seconds
         print(f"{root:<7} {trees:>6} trees {1000 * seconds:9.3f} ms {rate / 1e6:9.3f} M simulations/s", flush=True)
+    if args.csv:
+        rows = [[*key.split("/"), rate, name, torch.__version__] for key, rate in rates.items()]
+        with open(args.csv, "w", newline="") as file:
+            csv.writer(file).writerows([["root", "trees", "simulations_per_second", "device", "torch"], *rows])
     return rates
 
 
