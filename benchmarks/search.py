@@ -171,6 +171,7 @@ def draw(args: Args) -> dict[str, float]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
     state, searches, plan_actions = real_search(args), [], hop.plan_actions
 
     def keep(*inputs):
@@ -200,12 +201,12 @@ def draw(args: Args) -> dict[str, float]:
     axes[0].axis("off")
     for child, parent, action in found:
         (x0, y0), (x1, y1), visits = place[parent], place[child], edges[parent, 0, action]
-        axes[1].plot([x0, x1], [y0, y1], color="#6e4623", lw=0.5 + 4 * visits / edges[0, 0].max(), alpha=0.6, zorder=1)
+        axes[1].plot([x0, x1], [y0, y1], color="#999999", lw=0.5 + 4 * visits / edges[0, 0].max(), alpha=0.6, zorder=1)
         label = f"{ACTION_NAMES[action]}\n{visits:.0f}: {edges[parent, 1, action] / visits:.2f}"
-        axes[1].text((x0 + 2 * x1) / 3, (y0 + 2 * y1) / 3, label, fontsize=7, ha="center", va="center", zorder=3)
-    colours = ["#b0302c" if stats[node, 2] else "#3478c8" for node in place]
+        axes[1].text((x0 + 2 * x1) / 3, (y0 + 2 * y1) / 3, label, fontsize=8, ha="center", va="center", zorder=3)
+    colours = ["#D55E00" if stats[node, 2] else "#0072B2" for node in place]
     axes[1].scatter(*zip(*place.values(), strict=True), s=18, color=colours, zorder=2)
-    axes[1].set(title="action, visits: Q; red: the game is over for the learner", yticks=[], xticks=[])
+    axes[1].set(title="action, visits: Q; orange: the game is over for the learner", yticks=[], xticks=[])
     figure.tight_layout()
     figure.savefig(args.draw, dpi=110)
     print(f"{len(place)} nodes, {args.draw}")

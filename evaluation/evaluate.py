@@ -198,7 +198,7 @@ def write_csv(path: str | Path, rows: list) -> None:
         csv.writer(file).writerows(rows)
 
 
-def film(run: Run, state, path: Path, games: int = 6) -> None:
+def film(run: Run, state, path: Path, games: int = 3) -> None:
     """A GIF of the next games in the first place"""
     env, seats, frames = state.env, state.seats, []
     while games:
