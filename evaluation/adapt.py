@@ -28,7 +28,7 @@ import time
 from typing import Literal
 
 import evaluate
-import matplotlib
+import matplotlib.style
 import numpy as np
 import torch
 import tyro

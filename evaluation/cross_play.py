@@ -12,7 +12,7 @@ import itertools
 import math
 
 import evaluate
-import matplotlib
+import matplotlib.style
 import numpy as np
 import tyro
 from evaluate import Run, RunFlags, interval, learner_index, make_state, mean_text, play_games, write_csv
