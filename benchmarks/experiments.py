@@ -655,6 +655,11 @@ def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
     return {run: values for run, values in found.items() if values}
 
 
+def numbered(rows: list[dict]) -> dict[str, int]:
+    """run -> its number in the section, so that it has the same colour in every panel"""
+    return {row["run"]: row["number"] for row in rows}
+
+
 def line_style(number: int) -> dict:
     """Eight colours, then the same dashed"""
     return {"color": f"C{number % 8}", "ls": "-" if number < 8 else "--"}
@@ -709,7 +714,7 @@ def late_curves(axis, rows: list[dict], key: str) -> None:
 
 
 def curves(axis, rows: list[dict], key: str) -> None:
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         own = [row for row in rows if row["run"] == run and row.get(key)]
         steps = sorted({int(row["steps"]) for row in own})
         means = [np.mean([float(row[key]) for row in own if int(row["steps"]) == s]) for s in steps]
@@ -732,8 +737,8 @@ def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
 
 def against(axis, rows: list[dict], key: str) -> None:
     middle = [(low + high) / 2 for low, high in itertools.pairwise(RETURNS)]
-    for number, (run, values) in enumerate(by_return(rows, key).items()):
-        axis.plot(middle, values, label=run, marker=".", **line_style(number))
+    for run, values in by_return(rows, key).items():
+        axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
     axis.set(xlabel="return at that time", title=TITLES.get(key, key))
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -756,7 +761,7 @@ def recalls(axis, rows: list[dict], _: str) -> None:
 
 def meeting(axis, rows: list[dict], players: str) -> None:
     """return while it meets the same co-players"""
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         own = [
             row for row in rows if row["run"] == run and row["co_players"] == players and row["learner"] == "learning"
         ]
@@ -789,7 +794,7 @@ def seats(axis, rows: list[dict], key: str) -> None:
 def together(axis, rows: list[dict], _: str) -> None:
     """By how many games the learner and its partner have played with each other"""
     rows = [row for row in rows if not row["population"]]  # the partners of the training
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         for key, style in (("return", "-"), ("shuffled", ":")):
             own = [row for row in rows if row["run"] == run and row.get(key)]
             games = sorted({int(row["game"]) for row in own})
@@ -937,8 +942,10 @@ def draw(args: Args, number: str) -> None:
     figure.set_size_inches(5.6 * columns, sum(heights))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
+    order = list(dict.fromkeys(row["run"] for row in rows))
     for axis, (kind, key) in zip(axes.flat, panels, strict=False):
-        draws[kind](axis, scores[key] if kind == "adaptation" else read(args, number, sources[kind]), key)
+        table = [row | {"number": order.index(row["run"])} for row in read(args, number, sources[kind])]
+        draws[kind](axis, scores[key] if kind == "adaptation" else table, key)
     figure.suptitle(title if number in TASKS else f"{number}. {title}")
     figure.tight_layout()
     path = Path(args.docs) / "results" / f"section_{number}.png"
