@@ -1,4 +1,4 @@
-"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, and a GIF of six games.
+"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, and a GIF of three games.
 
     python evaluation/evaluate.py runs/RUN                                   # in the seats of the training
     python evaluation/evaluate.py runs/RUN --seats learner,nearest_stag,nearest_hare,random
