@@ -10,7 +10,7 @@ rule-based players, and measures them like a classifier.
 A sample is one step of one player j that was on the board: (its view of the game so far) -> its action. Two predictors
 are trained side by side: one infers the subgoal g from the current state alone, one from the whole game so far. Beside
 them stand two exact ceilings, made from the players' known probabilities: what can be predicted if j's kind is known,
-and if it has to be inferred from the same history by Bayes' rule. `docs/pretraining.md` explains every figure.
+and if it has to be inferred from the same history by Bayes' rule. `docs/pretrain_vae.md` explains every figure.
 Axes: S seeds (one model each), R trajectories of T steps, n samples, N seats, P prey, H W board, A actions, D subgoal.
 """
 

@@ -8,7 +8,7 @@
     python hopplus_ppo.py --world-model-checkpoint runs/RUN/checkpoint.pt
 
 A transition is one player's view of one step: (its planes, the joint action in its ego order) -> (its planes one step
-later, its own reward). `docs/pretraining.md` explains every figure this script prints.
+later, its own reward). `docs/pretrain_world_model.md` explains every figure this script prints.
 
 Axes: S seeds, M = S * wm_ensemble models, G games, T steps, N seats, C planes, H W board, n rows of any kind.
 """

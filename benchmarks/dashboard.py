@@ -43,7 +43,8 @@ def main(args: Args) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(PANELS) // 2, figsize=(13, 5))
+    plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
+    figure, axes = plt.subplots(2, len(PANELS) // 2, figsize=(13, 6))
     for run in args.runs:
         path = Path(run) / "metrics.jsonl"
         if not path.is_file():
@@ -51,12 +52,13 @@ def main(args: Args) -> None:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for axis, (tag, hint) in zip(axes.flat, PANELS.items(), strict=True):
             found = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
-            axis.plot([s for s, _ in found], [v for _, v in found], label=Path(run).name)
-            axis.set_title(f"{tag}\n{hint}", fontsize=9)
-            axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=75)
+            axis.plot([s for s, _ in found], [v for _, v in found])
+            axis.set_title(f"{tag}\n{hint}", fontsize=10)
+            axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+    names = [Path(run).name.rpartition("__")[0] or run for run in args.runs]  # without the time of the run
+    figure.legend(axes[0, 0].lines, names, loc="lower center", ncols=2)
+    figure.tight_layout(rect=(0, 0.04 + 0.03 * ((len(names) + 1) // 2), 1, 1))
+    figure.savefig(args.out)
     plt.close(figure)
 
 

@@ -55,6 +55,14 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
     **{f"moa_top1_{i}": f"per_agent/moa_top1/learner_{i}" for i in range(4)},
     **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
 }
+TITLES = {  # of what is drawn
+    **{"value_real": "value loss on real samples", "steps_to_2.8": "env steps to a return of 2.8"},
+    **{"fall": "best fifth of the run - last fifth", "moa_top1": "MOA, top-1", "moa_nll": "MOA's NLL"},
+    **{"moa_gap": "MOA's NLL above the players' own", "before/probe_accuracy": "pretrained: probe accuracy of g"},
+    **{"before/top1": "pretrained: MOA, top-1", "before/exact_match/1": "pretrained: exact after 1 step"},
+    **{"before/exact_match/20": "pretrained: exact after 20 steps"},
+}
+STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, BRIEF = f"{SEEDS5} --total-timesteps 300000", f"{SEEDS5} --total-timesteps 150000"
@@ -249,10 +257,10 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
         [
             ("bars", "moa_top1"),
             ("bars", "moa_gap"),
-            ("recalls", ""),
             ("bars", "moa_nll"),
             ("seats", "moa_nll"),
             ("seats", "player"),
+            ("recalls", ""),
         ],
     ),
     "6": (
@@ -647,23 +655,41 @@ def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
     return {run: values for run, values in found.items() if values}
 
 
+def numbered(rows: list[dict]) -> dict[str, int]:
+    """run -> its number in the section, so that it has the same colour in every panel"""
+    return {row["run"]: row["number"] for row in rows}
+
+
+def line_style(number: int) -> dict:
+    """Eight colours, then the same dashed"""
+    return {"color": f"C{number % 8}", "ls": "-" if number < 8 else "--"}
+
+
+def heat_map(axis, table: np.ndarray, low: float, high: float, rotation: int = 0) -> None:
+    """Numbers in coloured cells, dark ones in white"""
+    axis.imshow(table, vmin=low, vmax=high, aspect="auto")
+    axis.grid(visible=False)
+    for (y, x), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            colour = "white" if value > low + 0.6 * (high - low) else "black"
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", rotation=rotation, color=colour, fontsize=8)
+
+
 def bars(axis, rows: list[dict], key: str) -> None:
     found = by_run(rows, key)
-    if not found:  # tables that were made before it was followed
-        axis.set_axis_off()
-        return
     for y, values in enumerate(found.values()):
         mean, low, high = interval(values)
-        axis.barh(y, mean, color="#6b8cae")
+        axis.barh(y, mean, color="C5")
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
     means = [np.mean(values) for values in found.values()]
     axis.set(
         yticks=range(len(found)),
-        title=key,
+        title=TITLES.get(key, key),
         xscale="log" if min(means) > 0 and max(means) > 20 * min(means) else "linear",
     )
-    axis.set_yticklabels(found, fontsize=7)
+    axis.set_yticklabels(found)
+    axis.grid(axis="y", visible=False)
     axis.invert_yaxis()
 
 
@@ -674,9 +700,9 @@ def points(axis, rows: list[dict], key: str) -> None:
         mean, low, high = interval(values)
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color=f"C{y}", fmt="o", capsize=4)
         axis.plot(values, [y + 0.2] * len(values), ".", color=f"C{y}", alpha=0.4, markersize=4)
-    axis.set_yticks(range(len(found)), found, fontsize=8)
+    axis.set_yticks(range(len(found)), found)
     axis.set(title=f"{key} at the end")
-    axis.grid(axis="x", alpha=0.3)
+    axis.grid(axis="y", visible=False)
     axis.invert_yaxis()
 
 
@@ -688,13 +714,13 @@ def late_curves(axis, rows: list[dict], key: str) -> None:
 
 
 def curves(axis, rows: list[dict], key: str) -> None:
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         own = [row for row in rows if row["run"] == run and row.get(key)]
         steps = sorted({int(row["steps"]) for row in own})
         means = [np.mean([float(row[key]) for row in own if int(row["steps"]) == s]) for s in steps]
-        axis.plot(steps, means, label=run, color=f"C{number % 10}", ls="-" if number < 10 else "--")
-    axis.set(xlabel="env steps", title=key)
-    axis.legend(fontsize=6)
+        axis.plot(steps, means, label=run, **line_style(number))
+    axis.set(xlabel="env steps", title=TITLES.get(key, key))
+    axis.legend()
 
 
 def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
@@ -711,10 +737,10 @@ def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
 
 def against(axis, rows: list[dict], key: str) -> None:
     middle = [(low + high) / 2 for low, high in itertools.pairwise(RETURNS)]
-    for number, (run, values) in enumerate(by_return(rows, key).items()):
-        axis.plot(middle, values, label=run, color=f"C{number % 10}", marker=".", ls="-" if number < 7 else "--")
-    axis.set(xlabel="return at that time", title=key)
-    axis.legend(fontsize=6, loc="lower right")
+    for run, values in by_return(rows, key).items():
+        axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
+    axis.set(xlabel="return at that time", title=TITLES.get(key, key))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def recalls(axis, rows: list[dict], _: str) -> None:
@@ -725,15 +751,17 @@ def recalls(axis, rows: list[dict], _: str) -> None:
             own = [(int(row["steps"]), float(row[key])) for row in rows if row["run"] == run and row.get(key)]
             bins = np.array_split(sorted({int(row["steps"]) for row in rows if row["run"] == run}), 12)
             parts.append([np.mean([v for s, v in own if s in b] or np.nan) for b in map(set, bins)])
-    axis.imshow(parts, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    axis.set(title="recall by action, over training", xticks=[])
-    names = [f"{run if a == 0 else ''}  {name}" for run in runs for a, name in enumerate(ACTION_NAMES)]
-    axis.set_yticks(range(len(parts)), names, fontsize=6)
+    image = axis.imshow(parts, vmin=0, vmax=1, aspect="auto")
+    axis.figure.colorbar(image, ax=axis)
+    axis.set(title="recall by action, over training", xticks=[], xlabel="training")
+    axis.grid(visible=False)
+    names = [f"{run + ': ' if a == 0 else ''}{name}" for run in runs for a, name in enumerate(ACTION_NAMES)]
+    axis.set_yticks(range(len(parts)), names)
 
 
 def meeting(axis, rows: list[dict], players: str) -> None:
     """return while it meets the same co-players"""
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         own = [
             row for row in rows if row["run"] == run and row["co_players"] == players and row["learner"] == "learning"
         ]
@@ -741,40 +769,39 @@ def meeting(axis, rows: list[dict], players: str) -> None:
             [int(row["steps"]) for row in own],
             [float(row["return"]) for row in own],
             label=run,
-            color=f"C{number % 10}",
+            **line_style(number),
         )
     axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
-    axis.legend(fontsize=6)
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def seats(axis, rows: list[dict], key: str) -> None:
     """Return (key: player) or MOA's cross-entropy (moa_nll) of the learner in each seat"""
     runs = list(by_run(rows, f"{key}_3"))  # not those in which all share one learner
-    for i in range(4 if runs else 0):
+    for i in range(4):
         found = by_run(rows, f"{key}_{i}")
         means = np.array([interval(found[run]) for run in runs])  # [runs, (mean, low, high)]
         spread = np.abs(means[:, 1:] - means[:, :1]).T
         axis.errorbar(
             means[:, 0], np.arange(len(runs)) + 0.15 * i, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}"
         )
-    axis.set(yticks=np.arange(len(runs)) + 0.22, title=f"{'return' if key == 'player' else key} by seat")
-    axis.set_yticklabels(runs, fontsize=7)
+    axis.set(yticks=np.arange(len(runs)) + 0.22, title=f"{TITLES.get(key, 'return')} by seat")
+    axis.set_yticklabels(runs)
     axis.invert_yaxis()
-    if runs:
-        axis.legend(fontsize=6)
+    axis.legend()
 
 
 def together(axis, rows: list[dict], _: str) -> None:
     """By how many games the learner and its partner have played with each other"""
     rows = [row for row in rows if not row["population"]]  # the partners of the training
-    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+    for run, number in numbered(rows).items():
         for key, style in (("return", "-"), ("shuffled", ":")):
             own = [row for row in rows if row["run"] == run and row.get(key)]
             games = sorted({int(row["game"]) for row in own})
             means = [np.mean([float(row[key]) for row in own if int(row["game"]) == k]) for k in games]
             axis.plot(games, means, style, color=f"C{number}", label=run if key == "return" else None)
-    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
-    axis.legend(fontsize=6)
+    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen", xticks=range(2, 21, 2))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def steps_to(rows: list[dict], run: str, goal: float) -> list[float]:
@@ -862,12 +889,10 @@ def adaptation(axis, found: dict[str, dict[str, float]], _: str) -> None:
     if not table.size:
         axis.set_axis_off()
         return
-    axis.imshow(table, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    for (y, x), value in np.ndenumerate(table):
-        axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6)
+    heat_map(axis, table, 0, 1)
     axis.set(xticks=range(len(players)), yticks=range(len(found)), title="score: random 0, best response 1")
-    axis.set_xticklabels(players, rotation=35, ha="right", fontsize=6)
-    axis.set_yticklabels(found, fontsize=6)
+    axis.set_xticklabels(players, rotation=35, ha="right")
+    axis.set_yticklabels(found)
 
 
 def cross_play(axis, rows: list[dict], _: str) -> None:
@@ -875,14 +900,11 @@ def cross_play(axis, rows: list[dict], _: str) -> None:
     table = np.full((size, len(runs) * (size + 1) - 1), np.nan)  # a matrix for each run, side by side
     for row in rows:
         table[int(row["focal"]), runs.index(row["run"]) * (size + 1) + int(row["others"])] = float(row["return"])
-    axis.imshow(table, cmap="RdYlGn", vmin=2, vmax=3.2, aspect="auto")
-    for (y, x), value in np.ndenumerate(table):
-        if not np.isnan(value):
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=5, rotation=90)
+    heat_map(axis, table, 2.6, 3.1, rotation=90)
     axis.set(ylabel="a learner of seed", xlabel="its return in the team of seed", yticks=range(size))
     axis.set_xticks([k * (size + 1) + i for k in range(len(runs)) for i in range(size)], list(range(size)) * len(runs))
     for k, run in enumerate(runs):
-        axis.text(k * (size + 1) + (size - 1) / 2, -0.6, run, ha="center", fontsize=8)
+        axis.text(k * (size + 1) + (size - 1) / 2, -0.6, run, ha="center")
 
 
 def draw(args: Args, number: str) -> None:
@@ -891,7 +913,8 @@ def draw(args: Args, number: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    title, runs, panels = SECTIONS[number]
+    plt.style.use(STYLE)
+    title, _, panels = SECTIONS[number]
     rows = read(args, number)
     if not rows:
         print(f"section {number}: no data yet")
@@ -902,22 +925,32 @@ def draw(args: Args, number: str) -> None:
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
     draws |= {"against": against, "meeting": meeting, "cross-play": cross_play, "together": together}
     draws |= {"points": points, "late curves": late_curves}
-    panels = [(kind, key) for kind, key in panels if read(args, number, sources[kind])]
+    needs = {"bars": "{}", "seats": "{}_3"}  # what a panel draws; tables made before it was followed do not have it
+    panels = [
+        (kind, key)
+        for kind, key in panels
+        if read(args, number, sources[kind]) and (kind not in needs or by_run(rows, needs[kind].format(key)))
+    ]
     met, references = read(args, number, "_adaptation"), [row for k in "78" for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
-    lines = max(len(runs), 5 * len(runs) * (("recalls", "") in panels), *(len(found) for found in scores.values()))
-    columns, height = min(3, len(panels)), max(3.2, 1.6 + 0.2 * lines)
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, squeeze=False)
-    figure.set_size_inches(5 * columns, height * len(axes))
+    count = len({row["run"] for row in rows})
+    lines = {"adaptation": max(map(len, scores.values())), "recalls": 6 * count, "seats": 1.5 * count, "meeting": 8}
+    heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
+    columns = min(3, len(panels))
+    heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]
+    figure, axes = plt.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    figure.set_size_inches(5.6 * columns, sum(heights))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
+    order = list(dict.fromkeys(row["run"] for row in rows))
     for axis, (kind, key) in zip(axes.flat, panels, strict=False):
-        draws[kind](axis, scores[key] if kind == "adaptation" else read(args, number, sources[kind]), key)
-    figure.suptitle(f"{number}. {title}", fontsize=10)
+        table = [row | {"number": order.index(row["run"])} for row in read(args, number, sources[kind])]
+        draws[kind](axis, scores[key] if kind == "adaptation" else table, key)
+    figure.suptitle(title if number in TASKS else f"{number}. {title}")
     figure.tight_layout()
     path = Path(args.docs) / "results" / f"section_{number}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path)
     plt.close(figure)
     keys = ["return", *dict.fromkeys(key for kind, key in panels if kind == "bars" and key != "return")]
     print(f"\n## {number}. {title}\n\n| run | seeds | {' | '.join(keys)} |\n|{'---|' * (len(keys) + 2)}")

@@ -2,6 +2,7 @@
 
     python benchmarks/search.py                               # nothing in the trees but a small network
     python benchmarks/search.py --trees 256 --repeats 3 --no-compile
+    python benchmarks/search.py --csv search.csv              # also to a file, for benchmarks/peers.py --ours
     python benchmarks/search.py --profile -- --num-envs 4096 --num-trees 1 --num-simulations 32 --search-model env \
         --compile --precision bf16                            # with game, MOA and subgoals; flags of hopplus_mcts.py
     python benchmarks/search.py --profile --checkpoint runs/RUN/checkpoint.pt
@@ -11,6 +12,7 @@ The small network is an MLP 128-128 whose hidden vector is the position, as in m
 --checkpoint the networks of --profile and --draw are fresh. torch.compile takes a minute or two at the start.
 """
 
+import csv
 import dataclasses
 import itertools
 import sys
@@ -39,6 +41,8 @@ class SearchBenchmarkArgs:
     """on a GPU: fuse the network and, as hopplus_mcts.py --compile does, parts of the search"""
     device: str = "auto"
     """auto, cpu or cuda"""
+    csv: str | None = None
+    """also write the figures to this CSV file"""
     profile: bool = False
     """measure the phases and the longest operations of a real search instead; flags of hopplus_mcts.py after --"""
     draw: str | None = None
@@ -167,6 +171,7 @@ def draw(args: Args) -> dict[str, float]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
     state, searches, plan_actions = real_search(args), [], hop.plan_actions
 
     def keep(*inputs):
@@ -196,12 +201,12 @@ def draw(args: Args) -> dict[str, float]:
     axes[0].axis("off")
     for child, parent, action in found:
         (x0, y0), (x1, y1), visits = place[parent], place[child], edges[parent, 0, action]
-        axes[1].plot([x0, x1], [y0, y1], color="#6e4623", lw=0.5 + 4 * visits / edges[0, 0].max(), alpha=0.6, zorder=1)
+        axes[1].plot([x0, x1], [y0, y1], color="#999999", lw=0.5 + 4 * visits / edges[0, 0].max(), alpha=0.6, zorder=1)
         label = f"{ACTION_NAMES[action]}\n{visits:.0f}: {edges[parent, 1, action] / visits:.2f}"
-        axes[1].text((x0 + 2 * x1) / 3, (y0 + 2 * y1) / 3, label, fontsize=7, ha="center", va="center", zorder=3)
-    colours = ["#b0302c" if stats[node, 2] else "#3478c8" for node in place]
+        axes[1].text((x0 + 2 * x1) / 3, (y0 + 2 * y1) / 3, label, fontsize=8, ha="center", va="center", zorder=3)
+    colours = ["#D55E00" if stats[node, 2] else "#0072B2" for node in place]
     axes[1].scatter(*zip(*place.values(), strict=True), s=18, color=colours, zorder=2)
-    axes[1].set(title="action, visits: Q; red: the game is over for the learner", yticks=[], xticks=[])
+    axes[1].set(title="action, visits: Q; orange: the game is over for the learner", yticks=[], xticks=[])
     figure.tight_layout()
     figure.savefig(args.draw, dpi=110)
     print(f"{len(place)} nodes, {args.draw}")
@@ -221,6 +226,10 @@ def main(args: Args) -> dict[str, float]:
         seconds = measure(args, root, trees, device)
         rates[f"{root}/{trees}"] = rate = trees * args.simulations / seconds
         print(f"{root:<7} {trees:>6} trees {1000 * seconds:9.3f} ms {rate / 1e6:9.3f} M simulations/s", flush=True)
+    if args.csv:
+        rows = [[*key.split("/"), rate, name, torch.__version__] for key, rate in rates.items()]
+        with open(args.csv, "w", newline="") as file:
+            csv.writer(file).writerows([["root", "trees", "simulations_per_second", "device", "torch"], *rows])
     return rates
 
 

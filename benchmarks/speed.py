@@ -206,6 +206,7 @@ def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
     times = {row["case"]: row["iteration_ms"] for row in rows}
     shown = {what: values for what, values in series.items() if f"{what} {values[-1]}" in times}
     figure, axes = plt.subplots(1, len(shown), figsize=(0.6 + 2.3 * len(shown), 2.6), sharey=True, squeeze=False)
@@ -222,7 +223,7 @@ def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> 
         axis.set_yticks([])
     axes[0][0].set_ylabel("ms an iteration")
     figure.tight_layout()
-    figure.savefig(folder / "growth.png", dpi=80)
+    figure.savefig(folder / "growth.png")
     plt.close(figure)
 
 

@@ -28,6 +28,7 @@ import time
 from typing import Literal
 
 import evaluate
+import matplotlib.style
 import numpy as np
 import torch
 import tyro
@@ -454,6 +455,7 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     repetitions = [["co_players", "repetition", *by_repetition]]
     for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
         repetitions.append([key, r, *(f"{column[k, r]:.6g}" for column in by_repetition.values())])
+    matplotlib.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
     figure = Figure((max(4, 2.6 * len(sets)), 2.8), layout="tight")
     axes = figure.subplots(1, len(sets), squeeze=False)
     points = [["co_players", "learner", "steps", "return"]]
@@ -464,8 +466,8 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
             axis.plot(steps, mean, label=name)
             points += [[key, name, *pair] for pair in zip(steps, mean, strict=True)]
         axis.set(title=key, xlabel="steps")
-    axes[0][0].legend(fontsize=7)
-    figure.savefig(f"{start}.png", dpi=75)
+    axes[0][0].legend()
+    figure.savefig(f"{start}.png")
     write_csv(f"{start}.csv", rows)
     write_csv(f"{start}_repetitions.csv", repetitions)
     write_csv(f"{start}_curve.csv", points)

@@ -12,6 +12,7 @@ import itertools
 import math
 
 import evaluate
+import matplotlib.style
 import numpy as np
 import tyro
 from evaluate import Run, RunFlags, interval, learner_index, make_state, mean_text, play_games, write_csv
@@ -80,11 +81,13 @@ def main(args: Args) -> dict[str, float]:
     write_csv(
         run.path.parent / "cross_play.csv", [["learner of seed", *(f"among seed {name}" for name in names)], *rows]
     )
+    matplotlib.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
     figure = Figure((2 + 0.6 * seeds, 2 + 0.6 * seeds), layout="tight")
     axis = figure.subplots()
-    axis.imshow(matrix, cmap="Blues", alpha=0.5)
+    axis.imshow(matrix, alpha=0.5)
+    axis.grid(visible=False)
     for (row, column), value in np.ndenumerate(matrix):
-        axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center")
     axis.set_xticks(range(seeds), names)
     axis.set_yticks(range(seeds), names)
     axis.set(xlabel="among learners of seed", ylabel="learner of seed")

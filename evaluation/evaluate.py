@@ -1,4 +1,4 @@
-"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, and a GIF of six games.
+"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, and a GIF of three games.
 
     python evaluation/evaluate.py runs/RUN                                   # in the seats of the training
     python evaluation/evaluate.py runs/RUN --seats learner,nearest_stag,nearest_hare,random
@@ -198,7 +198,7 @@ def write_csv(path: str | Path, rows: list) -> None:
         csv.writer(file).writerows(rows)
 
 
-def film(run: Run, state, path: Path, games: int = 6) -> None:
+def film(run: Run, state, path: Path, games: int = 3) -> None:
     """A GIF of the next games in the first place"""
     env, seats, frames = state.env, state.seats, []
     while games:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import evaluate
 from evaluate import RunFlags, game, learner_index, make_state, play, write_csv
 
-PREY = {"nothing": "#9aa5b1", "stag": "#6e4623", "hare": "#3478c8"}  # and their colours
+PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their colours
 
 
 @dataclasses.dataclass
@@ -171,6 +171,7 @@ def main(args: Args) -> dict[str, float]:
         f"{title}.csv", [["step", "accuracy", "samples"], *zip(steps.tolist(), accuracy, counts.tolist(), strict=True)]
     )
 
+    plt.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
     figure, (scatter, curve) = plt.subplots(1, 2, figsize=(11, 4))
     centred = goals - goals.mean(0)
     spot = (centred @ torch.linalg.svd(centred, full_matrices=False)[2][:2].T).numpy()
@@ -183,7 +184,7 @@ def main(args: Args) -> dict[str, float]:
     curve.bar(steps, 0.25 * counts / counts.max(), alpha=0.3, label=f"samples (highest: {counts.max()})")
     curve.set(title="does g tell which prey?", xlabel="step of the game", ylabel="accuracy", ylim=(0, 1.02))
     for axis in (scatter, curve):
-        axis.legend(fontsize=8)
+        axis.legend()
     figure.tight_layout()
     figure.savefig(f"{title}.png", dpi=100)
     plt.close(figure)

@@ -4,8 +4,10 @@ import csv
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
+import stag_hunt_env
 from benchmarks.baselines import ppo_gru
 from stag_hunt_env import StagHuntConfig
 
@@ -27,10 +30,12 @@ import cross_play
 import dashboard
 import evaluate
 import experiments
+import peers
 import search
 import speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(hopplus_ppo.__file__).resolve().parent
 SCRIPTS = {
     **{"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts, "pretrain_vae.py": pretrain_vae},
     **{"pretrain_world_model.py": pretrain_world_model, "evaluation/adapt.py": adapt},
@@ -517,3 +522,44 @@ def test_sections_and_runs_that_do_not_exist(capsys):
     experiments.main(experiments.Args(list=True))
     said = "\n" + capsys.readouterr().out
     assert all(f"\n{number}. {title}" in said for number, (title, _, _) in experiments.SECTIONS.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# peers.py
+
+
+def test_without_jax_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax", None)  # as if it were not there
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--trees", "4"])
+    with pytest.raises(SystemExit) as stop:
+        stag_hunt_env.command_line(peers.parse_args, peers.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("error: there is no jax here") and "pip install -r benchmarks/requirements-peers.txt" in said
+
+
+def test_peers_are_printed_beside_our_figures(tmp_path, monkeypatch, capsys):
+    device = types.SimpleNamespace(device_kind="some GPU")
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__="1", devices=lambda: [device]))
+    monkeypatch.setitem(sys.modules, "mctx", types.SimpleNamespace(__version__="2"))
+    monkeypatch.setattr(peers, "measure", lambda args, root, trees: 0.001)
+    monkeypatch.setattr(search, "measure", lambda args, root, trees, device: 0.002)
+    search.main(search.Args(trees=(4, 8), device="cpu", csv=str(tmp_path / "search.csv")))
+    capsys.readouterr()
+    rates = peers.main(peers.Args(trees=(8, 16), ours=str(tmp_path / "search.csv")))
+    assert rates["puct/8"] == pytest.approx(8 * 32 / 0.001) and list(rates) == [
+        f"{root}/{trees}" for root in ("puct", "gumbel") for trees in (8, 16)
+    ]
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert ["ours     0.128" in line for line in said] == [True, False, True, False]
+
+
+def test_mctx_searches():
+    pytest.importorskip("mctx")
+    rates = peers.main(peers.Args(trees=(4,), simulations=4, width=8, repeats=1, device="cpu"))
+    assert list(rates) == ["puct/4", "gumbel/4"] and min(rates.values()) > 0
+
+
+def test_the_versions_of_peers_are_exact():
+    lines = (ROOT / "benchmarks" / "requirements-peers.txt").read_text().splitlines()
+    assert lines and all(re.fullmatch(r"[a-z]+==[\d.]+", line) for line in lines)

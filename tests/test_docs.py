@@ -1,9 +1,11 @@
 """README, docs and docstrings tell the truth: commands parse, flags and metrics exist, the edits train."""
 
+import dataclasses
 import functools
 import importlib.util
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import unittest.mock
@@ -32,6 +34,7 @@ import experiments
 import game
 import inspector
 import partners
+import peers
 import ppo_gru
 import scripted
 import search
@@ -48,10 +51,11 @@ MODULES = {
     **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "evaluation/subgoals.py": subgoals},
     "benchmarks/dashboard.py": dashboard,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
-    **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru},
+    **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru, "benchmarks/peers.py": peers},
     **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspect.py": inspector},
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+SHELL = {"cp", "date", "while", "done", "cat", "grep", "do", "sleep", "echo", "tensorboard", "nvidia-cuda-mps-control"}
 FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--transitions", "--help"}
 TINY = {  # flags for runs of a second
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
@@ -198,6 +202,111 @@ def test_the_command_is_understood(command, monkeypatch):
         other.parse_args(words[words.index("--") + 1 :])
 
 
+def shrunk(args, folder):
+    """The flags of a command with the sizes of a run of a second"""
+    most = {"num_seeds": 2, "num_envs": 4, "num_steps": 8, "total_timesteps": 32, "imagination_horizon": 4}
+    most |= {"num_minibatches": 2, "pretraining_updates": 1, "pretraining_games": 4, "replay_rollouts": 2}
+    most |= {"subgoal_hidden": 8, "subgoal_batch_size": 2, "subgoal_updates": 1, "wm_hidden": 16, "wm_batch_size": 16}
+    most |= {"policy_hidden": 16, "num_simulations": 2, "num_trees": 2, "num_samples": 50, "epochs": 1, "batch_size": 8}
+    most |= {"num_transitions": 50, "num_updates": 2, "held_out_games": 8, "log_every": 1, "num_pictures": 0}
+    small = {name: min(getattr(args, name), size) for name, size in most.items() if hasattr(args, name)}
+    config = args.config
+    config = dataclasses.replace(config, height=min(config.height, 4), width=4, final_time=min(config.final_time, 6))
+    given = {"device": "cpu", "run_dir": str(folder), "compile": False, "precision": "fp32", "config": config}
+    return dataclasses.replace(args, **small, **{name: x for name, x in given.items() if hasattr(args, name)})
+
+
+def trainings() -> dict[str, tuple[str, ...]]:
+    """Commands that train; of those that differ only in size, one"""
+    elsewhere = {"--help", "--resume", "--evaluate", "--vae-checkpoint", "--world-model-checkpoint"}  # they need a run
+    found = {}
+    for script, *words in commands():
+        if (script in TRAINING or script.startswith(("my_", "pretrain_"))) and not elsewhere & set(words):
+            try:
+                args = dataclasses.replace(shrunk(parse_command(script, words), ""), exp_name="", seed=1)
+            except SystemExit:  # a wrong flag: the test will say so
+                args = words
+            found.setdefault(f"{script} {args}", (script, *words))
+    return found
+
+
+@pytest.mark.parametrize("command", trainings().values(), ids=" ".join)
+def test_the_command_trains(command, tmp_path, monkeypatch):
+    script, *words = command
+    module = edited(script[:-3]) if script.startswith("my_") else MODULES[script]
+    if script.startswith("pretrain_"):
+        monkeypatch.setattr(module, "draw_pictures", lambda *_: None)
+    module.main(shrunk(parse_command(script, words), tmp_path))
+    assert all((folder / "metrics.jsonl").stat().st_size for folder in tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def tiny_runs(tmp_path_factory):
+    """Folders of runs: two seeds of each training script, and a learner with a partner that stays"""
+    partner = "--seats learner,mixed,nearest_hare,nearest_hare --redraw never"
+    folders = {}
+    for kind, script, flags in (("ppo", hopplus_ppo, ""), ("mcts", hopplus_mcts, ""), ("one", hopplus_ppo, partner)):
+        args = shrunk(script.parse_args(["--num-seeds", "2", *flags.split()]), tmp_path_factory.mktemp("runs"))
+        folders[kind] = str(Path(script.main(args)["checkpoint"]).parent)
+    return folders
+
+
+def evaluations() -> list[tuple[str, ...]]:
+    gru = "runs/ppo_gru__*"  # its runs have tests of their own
+    return [command for command in commands() if command[0].startswith("evaluation/") and gru not in command]
+
+
+@pytest.mark.parametrize("command", evaluations(), ids=" ".join)
+def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
+    script, *words = command
+    searching = {"search", "both", "--planner", "--num-simulations", "hopplus_mcts.py"} & set(words)
+    kind = "one" if script == "evaluation/partners.py" else "mcts" if searching else "ppo"
+    shutil.copytree(tiny_runs[kind], tmp_path / "RUN")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "film", lambda *_: None)
+    monkeypatch.setattr(adapt, "SETS", {name: sets[:1] for name, sets in adapt.SETS.items()})
+    copy = str(ROOT / ("hopplus_mcts.py" if searching else "hopplus_ppo.py"))
+    words = [{"runs/RUN": "RUN", "my_idea.py": copy, "my_copy.py": copy}.get(word, word) for word in words]
+    words = [copy if word == "hopplus_mcts.py" else word for word in words]
+    end = words.index("--") if "--" in words else len(words)
+    words[end:end] = {
+        "evaluation/evaluate.py": "--games 2",
+        "evaluation/inspect.py": "--games 1 --samples 1 --steps-ahead 1",
+        "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 8 --no-references --imagined-games 2 --rounds 1",
+        "evaluation/cross_play.py": "--games 4",
+        "evaluation/subgoals.py": "--games 4",
+        "evaluation/partners.py": "--num-games 2",
+    }[script].split()
+    before = set(tmp_path.rglob("*"))
+    MODULES[script].main(MODULES[script].parse_args(words))
+    assert set(tmp_path.rglob("*")) - before, "it leaves a file"
+
+
+def test_experiments_that_pages_name_exist():
+    for script, *words in commands():
+        args = parse_command(script, words) if script == "benchmarks/experiments.py" else experiments.Args()
+        assert set(args.section) <= experiments.SECTIONS.keys(), f"{args.section}: no such section"
+        assert set(args.patched) <= experiments.PATCHES.keys(), f"{args.patched}: no such mistake"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_line_of_code_is_known(page):
+    """What a block of shell commands runs is one of our scripts, which other tests parse and run, or a common tool"""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|[;|&]", re.sub(r"\s+#.*|2> \S+", "", line)):
+                words = [word for word in part.split() if not re.fullmatch(r"[A-Z_]+=\S*|!", word)]
+                program = words[0].removeprefix(".venv/bin/") if words else "echo"
+                if program in ("python", "python3", "torchrun"):
+                    named = next((word for word in words if word.endswith(".py")), None)
+                    known = named in MODULES or re.fullmatch(r"my_\w+\.py", named or "")
+                    assert known or words[1:3] in (["-m", "venv"], ["-m", "pytest"]), line
+                elif program == "pip":
+                    assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file(), line
+                else:
+                    assert program in SHELL, f"{line}: nobody checks {program}"
+
+
 def test_there_are_many_commands():
     assert len(commands()) > 60 and {command[0] for command in commands()} >= MODULES.keys()
 
@@ -277,18 +386,13 @@ def test_the_tables_of_metrics_are_complete(script):
         assert found or silent, f"{documented} is documented, but not logged"
 
 
-@pytest.mark.parametrize(
-    ("script", "heading"),
-    [
-        ("pretrain_vae.py", "### Metrics of MOA and the VAE"),
-        ("pretrain_world_model.py", "### Metrics of the world model"),
-    ],
-)
-def test_the_tables_of_pretraining_are_complete(script, heading):
+@pytest.mark.parametrize("script", ["pretrain_vae.py", "pretrain_world_model.py"])
+def test_the_tables_of_pretraining_are_complete(script):
     def short(tags):  # one table for the same metrics of several predictors, and at the end of a run
         return {re.sub(r"^(moa_prior|moa/bayes|moa/ceiling)/", "moa/", tag.replace("wm_final/", "wm/")) for tag in tags}
 
-    table, tags = short(metric_table("docs/pretraining.md", heading)), short(logged(script)["scalars"])
+    table = short(metric_table(f"docs/{script[:-3]}.md", "## Logged metrics"))
+    tags = short(logged(script)["scalars"])
     assert {tag for tag in tags if not any(matches(documented, tag) for documented in table)} == set()
     assert {documented for documented in table if not any(matches(documented, tag) for tag in tags)} == set()
 
@@ -309,21 +413,56 @@ def test_every_metric_that_a_page_names_exists():
 # Pages
 
 
-def test_the_example_of_the_readme_runs(capsys):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+def test_the_example_of_the_game_runs(capsys):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/stag_hunt_env.md").read_text(), re.S)[1]
     exec(example.replace("4096", "16"), {})
     assert "tensor" in capsys.readouterr().out
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them"""
+    headings = re.findall(r"^#+ (.*)", without_code(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_resolves(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists() and target.is_relative_to(ROOT), link
+            assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_page_can_be_read(page):
-    """Links lead somewhere, and lines of prose fit on a screen"""
+    """Lines of prose fit on a screen, and nothing refers to what the reader does not have"""
     text = page.read_text()
-    prose = re.sub(r"```.*?```", "", text, flags=re.S)
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-        assert link.startswith("http") or (page.parent / link).exists(), link
-    long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!["))]
+    long = [line for line in without_code(page).splitlines() if len(line) > 120 and not line.startswith(("|", "!["))]
     assert not long, long[0]
+    assert "shared/" not in text and not re.search(r"\bthe notes\b", text, re.I)
+    hashes = re.findall(r"(?<![\w.#/=?])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}(?![\w.])", text)
+    assert not hashes, f"{hashes}: a commit?"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_picture_is_shown_and_small():
+    shown = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for link in re.findall(r"\]\((\S+\.(?:png|gif))\)", page.read_text())
+    }
+    for path in (*ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.gif")):
+        assert path.stat().st_size < 300_000, path
+        assert path in shown or path.match("docs/results/section_*.png"), f"no page shows {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -361,9 +361,9 @@ def test_the_gif_shows_who_does_what(tmp_path, monkeypatch):
     call(evaluate, path, "--games", 2, "--seats", "nearest_hare,learner,waiting")
     shown = [(time, hunting.tolist()) for time, _, hunting in frames if hunting is not None]
     assert all(names == ["nearest_hare", "learner", "waiting"] for _, names, _ in frames)
-    assert sum(time == 0 for time, _ in shown) == 6, "six games"
+    assert sum(time == 0 for time, _ in shown) == 3, "three games"
     assert all(actions[1] == STAY and actions[2] < 5 for _, actions in shown)
-    assert sum(actions[0] == HUNT_HARE for _, actions in shown) == 6, "one catch a game"
+    assert sum(actions[0] == HUNT_HARE for _, actions in shown) == 3, "one catch a game"
     assert (tmp_path / "evaluation_nearest_hare-learner-waiting.gif").stat().st_size > 1000
 
 
