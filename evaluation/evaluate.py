@@ -153,7 +153,8 @@ def load_agents(state, checkpoint: dict, index: list[int]) -> None:
 
 def make_state(run: Run, tables: list[list[str]], seeds: list[int], index: list[int], **changes):
     """A TrainState in which the checkpoint's learners `index` [M] sit in the learner seats of `tables`"""
-    args = dataclasses.replace(run.args, compile=False, history_reset_prob=0.0, offline_ratio=0.0, **changes)
+    changes = {"compile": False, "history_reset_prob": 0.0, "offline_ratio": 0.0} | changes
+    args = dataclasses.replace(run.args, **changes)
     state = run.script.make_train_state(args, tables, seeds, run.device)
     load_agents(state, run.checkpoint, index)
     return state

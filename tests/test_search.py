@@ -796,7 +796,7 @@ def test_imagined_samples_are_never_distilled(monkeypatch):
 
 def test_search_metrics_count_only_learners_on_the_board(monkeypatch):
     state, rollout, seen = make_state(num_envs=32), hop.rollout, []
-    monkeypatch.setattr(hop, "rollout", lambda *given: (seen.append(rollout(*given)), seen[-1])[1])
+    monkeypatch.setattr(hop, "rollout", lambda *given, **rest: seen.append(rollout(*given, **rest)) or seen[-1])
     hop.train_iteration(state, False, False)
     (steps, outputs, _), metrics = seen[0], state.metrics.read()
     present = steps.board[:, :, :, 0].flatten(3).amax(3) > 0
