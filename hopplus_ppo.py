@@ -1722,8 +1722,8 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     replay, offline = Replay(args.replay_rollouts, m, device), None
     if networks.moa is not None and args.offline_ratio > 0 and not watch:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            few = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 8))
-            offline = make_train_state(few, tables, seeds, device, rank, watch=True)
+            half = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 2))
+            offline = make_train_state(half, tables, seeds, device, rank, watch=True)
         offline = dataclasses.replace(offline, networks=networks, optimizers={})
         offline.env.generator = env.generator  # a CUDA graph knows of one
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
@@ -1824,8 +1824,6 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
     replays = state.replay, state.offline.replay if state.offline is not None else None
     if networks.moa is not None:
         state.replay.push(transitions)
-    if state.offline is not None:
-        watch_rule_based(state.offline)
     if train_world and networks.world is not None and args.wm_updates > 0:
         losses = train_world_model(args, env.config, networks, state.optimizers["world"], *replays, args.wm_updates)
         losses = {name: x.unflatten(0, (-1, args.wm_ensemble)).mean(1) for name, x in losses.items()}
@@ -1903,6 +1901,8 @@ def main(args: Args) -> dict[str, float]:
 
     kinds = {due(i) for i in range(math.lcm(args.wm_period, args.subgoal_period))}
     iterations = {kind: functools.partial(train_iteration, state, *kind) for kind in kinds}
+    if state.offline is not None:
+        iterations["watch"] = functools.partial(watch_rule_based, state.offline)
     if device.type == "cuda" and args.cudagraphs:  # warm up, put everything back, capture
         before = copy.deepcopy(state.state_dict())
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -1940,6 +1940,8 @@ def main(args: Args) -> dict[str, float]:
             learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * iteration / num_iterations)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
             state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
+            if state.offline is not None and iteration % args.replay_rollouts == 0:
+                iterations["watch"]()
             samples = iterations[due(iteration)]()
             iteration += 1
             asked = any(gather_ranks(bool(stop)))

@@ -103,22 +103,30 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     state = script.make_train_state(args, [seats_table(args.seats, config.num_players)] * len(seeds), seeds, device)
     networks, env = state.networks, state.env
-    if state.offline is not None:
-        script.watch_rule_based(state.offline)  # as pretraining does
+    watch_every = args.replay_rollouts if state.offline is not None else 1
+
+    def watch():
+        if state.offline is not None:
+            script.watch_rule_based(state.offline)
 
     def due(k):
         world = networks.world is not None and args.wm_updates > 0 and k % args.wm_period == 0
         return world, networks.moa is not None and args.subgoal_updates > 0 and k % args.subgoal_period == 0
 
-    cycle = math.lcm(args.wm_period, args.subgoal_period)  # the models do not learn in every iteration
+    cycle = math.lcm(args.wm_period, args.subgoal_period, watch_every)  # not everything happens in every iteration
     iterations = {due(k): functools.partial(script.train_iteration, state, *due(k)) for k in range(cycle)}
-    for iteration in iterations.values():
-        iteration()
+    for warm_up in (watch, *iterations.values()):
+        warm_up()
     iterations = {kind: script.capture(call, env, args.cudagraphs) for kind, call in iterations.items()}
+    watch = script.capture(watch, env, args.cudagraphs and state.offline is not None)
     ready, stages = time.perf_counter() - begun, []
 
     def train():
-        found = [iterations[due(k)]()["timer"].seconds() for k in range(cycle)]
+        found = []
+        for k in range(cycle):
+            if k % watch_every == 0:
+                watch()
+            found.append(iterations[due(k)]()["timer"].seconds())
         stages.append({name: sum(stage[name] for stage in found) / cycle for name in found[0]})
 
     full = median_seconds(train, repeats, device) / cycle

@@ -82,7 +82,7 @@ def two_processes(out):
         pathlib.Path.mkdir = pathlib.Path.write_text = forbidden
     found = {"gradients": [gradient(slice(4 * rank, 4 * rank + 4), max_norm) for max_norm in (1e9, 0.1)]}
     found["whole"] = run({**FLAGS, "run_dir": f"{out}/whole"})
-    found["killed"] = run({**FLAGS, "run_dir": f"{out}/killed"}, kill_before=3)
+    found["killed"] = run({**FLAGS, "run_dir": f"{out}/killed"}, kill_before=4)
     (checkpoint,) = Path(f"{out}/killed").glob("*/checkpoint.pt")
     if rank == 0:  # for one process to try
         shutil.copy(checkpoint, f"{out}/kept.pt")
