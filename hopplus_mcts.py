@@ -264,6 +264,7 @@ ON_CPU = {  # what two cores do well
 }
 SEARCH_ON_CPU = {"num_envs": 64, "total_timesteps": 80_000, "imagination_horizon": 8, "subgoal_period": 1}
 METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3}}
+METHODS_ON_CPU["ppo-omg"] = METHODS_ON_CPU["ppo"]
 METHODS_ON_CPU |= {"hopplus-mcts": SEARCH_ON_CPU, "hop-ours": SEARCH_ON_CPU | {"num_trees": 5}}
 METHODS_ON_CPU["hop"] = METHODS_ON_CPU["hop-ours"] | {"pretraining_updates": 0}
 

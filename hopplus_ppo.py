@@ -229,6 +229,7 @@ ON_CPU = {  # what two cores do well
     **{"pretraining_updates": 200, "pretraining_games": 64, "imagination_horizon": 5, "ppo_real_ratio": 0.6},
 }
 METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3}}
+METHODS_ON_CPU["ppo-omg"] = METHODS_ON_CPU["ppo"]
 
 
 def make_args(method: str = "hopplus", device: str = "auto", **changes) -> Args:

@@ -817,6 +817,8 @@ def steps_to(rows: list[dict], run: str, goal: float) -> list[float]:
 def print_ladder(args: Args, number: str) -> None:
     """What knowing is worth: paired differences to `none`, and as a share of what the exact posterior gains"""
     rows, curves = read(args, number), read(args, number, "_curves")
+    if "none" not in by_run(rows, "return"):  # --only others
+        return
     best = interval(by_run(rows, "return")["none"])[0]
     print("\n| arm | return | gain over none | of the posterior's gain | against the GRU | M steps to 95 % of none |")
     print("|---|---|---|---|---|---|")
