@@ -56,7 +56,16 @@ MODULES = {
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 SHELL = {"cp", "date", "while", "done", "cat", "grep", "do", "sleep", "echo", "tensorboard", "nvidia-cuda-mps-control"}
-FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--transitions", "--help"}
+FOREIGN = {
+    "--dist",
+    "--nproc-per-node",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--logdir",
+    "--transitions",
+    "--help",
+}
 TINY = {  # flags for runs of a second
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
     **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0, "policy_hidden": 16},

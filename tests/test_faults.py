@@ -332,7 +332,7 @@ def test_pretraining_that_explodes_stops(script, tmp_path, capsys):
 
 def test_a_default_checkpoint_is_small(tmp_path):
     """HOP+ with the flags of a CPU run: replay and all"""
-    args = hop.make_args("hopplus", "cpu", pretraining_updates=8)
+    args = hop.make_args("hopplus", "cpu", pretraining_updates=1)
     state = hop.make_train_state(args, [["learner"] * 4], [1], torch.device("cpu"))
     hop.pretrain(args, state, [1], 0)
     for _ in range(args.replay_rollouts):
