@@ -178,7 +178,7 @@ class WorldModelArgs:
     world_model_checkpoint: str | None = None
     """start from this checkpoint of pretrain_world_model.py instead of pretraining here"""
     replay_rollouts: Count = 4
-    """how many of the last iterations the models learn from and imagination starts from"""
+    """R, the last iterations that the models learn and imagine from; in every R-th they watch new rule-based games"""
 
 
 @dataclasses.dataclass
