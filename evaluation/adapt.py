@@ -6,11 +6,12 @@
     python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
 
 RUN, `--script` and what follows `--`: as in evaluate.py. Each set plays `--steps` steps, `--repetitions` times, the
-learner in each seat in turn (one that was alone with rule-based players sits in all). Scores are mean returns of the
-games that ended in the last quarter of the steps. Their intervals are over training seeds. References: a random player
-(normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best response (1): plain PPO trained with
-exactly this set, the best of `--best-response-seeds` by held-out games. Beside the checkpoint: `adaptation_<set>.csv`,
-its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
+learner in each seat in turn (one that was alone with rule-based players sits in all). It sits in `--games-at-once`
+games, learns from the first alone, and remembers in each what it saw there: the others only make the scores exact.
+Scores are mean returns of the games that ended in the last quarter of the steps. Their intervals are over training
+seeds. References: a random player (normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best
+response (1): plain PPO trained with exactly this set, the best of `--best-response-seeds` by held-out games. Beside the
+checkpoint: `adaptation_<set>.csv`, its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
@@ -68,6 +69,8 @@ class AdaptFlags:
     """env steps with the same co-players"""
     repetitions: Count = 64
     """repetitions per set, spread over the seats"""
+    games_at_once: Count = 8
+    """games that a learner plays side by side; it learns from the first, the score is of all"""
     every: Count = 100
     """env steps between two updates, a round"""
     rounds: Count = 4
@@ -217,7 +220,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             return script.opponent_model_losses(flags, env, networks, transitions, 0.0)["moa"]
 
     def remembered_history():
-        history = state.rollout_state["history"]
+        history = state.rollout_state["history"][:, :1]
         over = torch.ones_like(history[..., :1], dtype=torch.bool)
         return script.add_event(history, 0.0, over, script.history_decay(flags))
 
@@ -256,10 +259,13 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
     for number in range(rounds):
         transitions, outputs, episodes = play_round()
-        done = episodes["done"].float()  # [T, M]
-        earned = torch.stack([(done * episodes["return"][:, rows, seat]).sum(0), done.sum(0)], 1)
+        done, returns = (episodes[name].unflatten(1, (len(seat), -1)) for name in ("done", "return"))
+        done, returns = done.movedim(1, 0), returns[:, rows, :, seat]  # [M, T, E]
+        earned = torch.stack([(done * returns).sum((1, 2)), done.sum((1, 2))], 1)
         if networks.moa is not None and number == rounds - 1:
             metrics |= script.moa_metrics(flags, env, state.seats, networks, transitions, episodes)
+        transitions = script.Transitions(*(x[:, :, :1] for x in transitions))
+        outputs = {name: x[:, :, :1] for name, x in outputs.items()}
         if learn_moa:
             evidence += moa_nll(moa_before, transitions) - moa_nll(moa_learned, transitions)
             state.replay.push(transitions)
@@ -292,18 +298,18 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
 
 def bayes_hunter(args: Args, run: Run, tables: list):
     """As adaptation_loop: the scripted hunter, which neither learns nor remembers a game"""
-    env = StagHuntEnv(run.args.config, len(tables), run.device, args.seed)
+    env = StagHuntEnv(run.args.config, len(tables) * args.games_at_once, run.device, args.seed)
     seats = Seats(env, tables, population=run.args.population)
-    seat, rows = seats.learner_seat[:, 0], torch.arange(len(tables), device=run.device)
+    seat, rows = seats.learner_seat.flatten(), torch.arange(env.num_envs, device=run.device)
     for _ in range(args.steps // args.every):
-        earned = torch.zeros(len(tables), 2, device=run.device)
+        earned = torch.zeros(env.num_envs, 2, device=run.device)
         for _ in range(args.every):
             actions = sample(seats.action_probs(env.state, bayes_probs(env, seats)))
             _, _, present_before, done = env.step(actions)
             seats.update(actions, present_before, done)
             earned[:, 0] += done * env.final_return[rows, seat]
             earned[:, 1] += done
-        yield earned.cpu().numpy(), {}
+        yield earned.unflatten(0, (len(tables), -1)).sum(1).cpu().numpy(), {}
 
 
 def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
@@ -341,7 +347,7 @@ def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict
     """mode -> its generator"""
     tables, index = deal_seats(args, sets)
     changes = {name: getattr(args, name) for name in LEARNING}
-    changes |= {"num_envs": 1, "num_steps": args.every, "replay_rollouts": args.steps // args.every}
+    changes |= {"num_envs": args.games_at_once, "num_steps": args.every, "replay_rollouts": args.steps // args.every}
     changes |= {"imagination_horizon": run.args.config.final_time, "critic_data": "mixed", "subgoal_batch_size": 2}
     changes["share_parameters"] = False
     loops = {}

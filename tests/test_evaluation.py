@@ -435,8 +435,8 @@ def test_adaptation(folder, capsys, monkeypatch):
     rows, repetitions = table_of(folder / f"{title}.csv"), table_of(folder / f"{title}_repetitions.csv")
     _, (_, _, episodes) = rollouts[4 * 3 + 1]  # random, frozen, unguarded, learning; the last of four rounds
     for k, key in enumerate(sets):
-        done, returns = episodes["done"][:, 6 * k : 6 * k + 6], episodes["return"][:, 6 * k : 6 * k + 6]
-        scores = [float(returns[done[:, r], r, r % 3].mean()) for r in range(6)]
+        done, returns = (episodes[name].unflatten(1, (2, 6, 8))[:, k] for name in ("done", "return"))  # [T, 6, E]
+        scores = [float(returns[:, r, :, r % 3][done[:, r]].mean()) for r in range(6)]
         assert found[f"frozen/{key}"] == pytest.approx(sum(scores) / 6), "the last quarter"
         own = [row for row in repetitions if row["co_players"] == key]
         assert [float(row["frozen"]) for row in own] == pytest.approx(scores, rel=1e-5)
@@ -462,7 +462,7 @@ def adaptation(path, mode="learning", repetitions=2, **flags):
     )
     tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
     imagination = mode != "frozen" and "world" in args.run.checkpoint["states"][0]["networks"]
-    changes = {"num_envs": 1, "num_steps": args.every, "offline_ratio": 0.0, "imagination": imagination}
+    changes = {"num_envs": 2, "num_steps": args.every, "offline_ratio": 0.0, "imagination": imagination}
     changes |= {"imagination_horizon": 6, "critic_data": "mixed", "replay_rollouts": 4}
     state = evaluate.make_state(args.run, tables, [1], index, **changes)
     boards = adapt.first_boards(args.run, index) if imagination else None
@@ -479,10 +479,10 @@ def test_what_was_earned_is_the_learners(method, run, tmp_path):
     curve = np.array([earned for earned, _ in loop()])  # [rounds, M, 2]
     for number, (_, (_, _, episodes)) in enumerate(seen):
         for m in range(6):
-            ends = episodes["done"][:, m].nonzero().flatten().tolist()
-            expected = sum(float(episodes["return"][t, m, m % 3]) for t in ends)
+            ends = [(t, 2 * m + e) for e in range(2) for t in episodes["done"][:, 2 * m + e].nonzero().flatten()]
+            expected = sum(float(episodes["return"][t, place, m % 3]) for t, place in ends)
             assert curve[number, m] == pytest.approx([expected, len(ends)])
-    assert curve.shape == (4, 6, 2) and curve[..., 1].sum() >= 24
+    assert curve.shape == (4, 6, 2) and curve[..., 1].sum() >= 48
     after = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
     assert all(equal(before[name], after[name]) for name in before), "frozen"
 
@@ -638,17 +638,22 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         second = [done[:, 4 * m + e].nonzero().flatten()[1] for e in range(4)]
         mean = sum(float(returns[t, 4 * m + e, m]) for e, t in enumerate(second)) / 4
         assert float(metrics["held-out return before"][m]) == pytest.approx(mean), "the second game of each place"
-    now, before = state.rollout_state["history"].expand(-1, 4, -1, -1).chunk(2, 3)
+    now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     decay = hopplus_ppo.history_decay(state.args)
     assert torch.equal(begun, torch.cat([0 * now, decay * (before + now)], 3)), "with what is remembered"
     assert method == "ppo" or (begun.any() and decay > 0)
 
 
-def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path), mode="unguarded")
-    before, seen = weights(state.networks.policy), []
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
+def test_without_a_world_model_real_steps_are_learned_from(method, tmp_path):
+    args, state, loop = adaptation(untrained(tmp_path, method), mode="unguarded")
+    before, seen, played = weights(state.networks.policy), [], []
     watch(args, "ppo_update", seen)
+    watch(args, "rollout", played)
     list(loop())
+    first = [transitions.joint[:, :, :1] for _, (transitions, *_) in played]  # of the two games at once
+    assert all(torch.equal(given[3]["action"], x[:, :, 0, 0]) for (given, _), x in zip(seen, first, strict=True))
+    assert method == "ppo" or torch.equal(state.replay.data.joint, torch.stack(first)), "and so does MOA"
     assert not any(torch.equal(p, before[name]) for name, p in state.networks.policy.state_dict().items())
     assert len(seen) == 4 and all((given[3]["real"] == 1).all() and given[3]["real"].shape[1] == 8 for given, _ in seen)
 
@@ -735,7 +740,7 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     (flags, _, _, start, mask, horizon), _ = starts[0]
     assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
     decay = hopplus_ppo.history_decay(flags)
-    now, before = state.rollout_state["history"].expand(-1, 4, -1, -1).chunk(2, 3)
+    now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
     assert decay > 0 and now.any() and before.any()
     kept = hopplus_ppo.Replay(flags.replay_rollouts, 1, torch.device("cpu"))
@@ -750,6 +755,7 @@ def test_the_horizon_is_measured_on_all_games_together(run):
     args, state, _ = adaptation(run[0], repetitions=6)
     for _ in range(200):  # until some learners' games end on the way
         transitions, _, _ = evaluate.play(args.run, state, 8)
+        transitions = hopplus_ppo.Transitions(*(x[:, :, :1] for x in transitions))
         on_board = transitions.board[:, :6, 0, 0].flatten(2).any(2)
         over = torch.cat([torch.zeros(6, 1, dtype=torch.bool), transitions.done[:, :5, 0]], 1)
         steps = (on_board & (over.cumsum(1) == 0)).int().cumprod(1).sum(1)
