@@ -66,19 +66,22 @@ STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, BRIEF = f"{SEEDS5} --total-timesteps 300000", f"{SEEDS5} --total-timesteps 150000"
-LONG = "--num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024"
+LONG = "--seed 11 --num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024"
 OLD = "--critic-data mixed --trust-exact-match 0"
 BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
-BOARD8 = "--height 8 --width 8 --num-seeds 5 --num-envs 1024 --log-every 5"
+BOARD8 = "--height 8 --width 8 --seed 11 --num-seeds 5 --num-envs 1024 --log-every 5"
 MCTS = f"{SEEDS5} --total-timesteps 120000"
 UNTRAINED = "--total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
-ADAPT = "evaluation/adapt.py RUN --repetitions 40 --no-references"
+# HOP+ that is to meet others: it imagines whole games with co-players who pursue any subgoal, for actor and critic.
+MEETS = f"{HALF} --imagined-goals prior --critic-data mixed --imagination-horizon 32"
+ADAPT = "evaluation/adapt.py RUN --no-references"
 SEARCH_ADAPT = f"{ADAPT} --modes frozen search learning"
-STRANGERS = f"{ADAPT} --sets strangers"
-BEST = "evaluation/adapt.py RUN --repetitions 40 --best-response-steps 8000000"
-BEST_STRANGERS = f"{BEST} --sets strangers"
+ALL_MODES = f"{ADAPT} --script hopplus_mcts.py --modes frozen search unguarded learning -- --planner mcts"
+STRANGERS = f"{ADAPT} --sets strangers --modes frozen learning"
+BEST = "evaluation/adapt.py RUN --best-response-steps 8000000"
+BEST_STRANGERS = f"{BEST} --sets strangers --modes frozen learning"
 CROSS = "evaluation/cross_play.py RUN"
 WITH_RULES = "--seats learner,mixed,mixed,mixed"  # the policy itself trains with the players that models are shown
 
@@ -106,12 +109,12 @@ LONG_RUNS = {
     "PPO": Run(f"{LONG} --method ppo", then=(BEST, CROSS, BEST_STRANGERS)),
     "PPO, mixed": Run(f"{LONG} --method ppo {WITH_RULES}", then=(ADAPT, STRANGERS)),
     "+ subgoals": Run(f"{LONG} --method ppo-omg", then=(ADAPT, CROSS, STRANGERS)),
-    "HOP+": Run(f"{LONG} {HALF}", then=(ADAPT, CROSS, STRANGERS)),
+    "HOP+": Run(f"{LONG} {MEETS}", then=(ALL_MODES, STRANGERS, CROSS)),
 }
 LARGE_RUNS = {
     "PPO, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo", then=(BEST, BEST_STRANGERS)),
     "PPO, mixed, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo {WITH_RULES}", then=(ADAPT, STRANGERS)),
-    "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {HALF} --subgoal-updates 2", then=(ADAPT, STRANGERS)),
+    "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {MEETS} --subgoal-updates 2", then=(ALL_MODES, STRANGERS)),
 }
 SEARCHES = {
     "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
@@ -282,8 +285,8 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
         {
             **LONG_RUNS,
             **SEARCHES,
-            "HOP+, no memory": Run(f"{LONG} {HALF} --no-inter-episode-belief", then=(ADAPT,)),
-            "HOP+, policy without subgoals": Run(f"{LONG} {HALF} --subgoals none", then=(ADAPT,)),
+            "HOP+, no memory": Run(f"{LONG} {MEETS} --no-inter-episode-belief", then=(ADAPT,)),
+            "HOP+, policy without subgoals": Run(f"{LONG} {MEETS} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(f"{SEEDS5} --total-timesteps 400000 --method ppo --num-envs 128"),
             "HOP+, few steps": Run(f"{SEEDS5} --total-timesteps 100000 {FEW}"),
             "few, discrete goals": Run(f"{SEEDS5} --total-timesteps 100000 {FEW} --goal-kind discrete --goal-dim 8"),
@@ -516,9 +519,13 @@ def make(args: Args, run: Run) -> None:
         call("train", *script, *flags)
         (folder / "seconds").write_text(f"{time.time() - started:.1f}")
     for number, then in enumerate(run.then):
+        if (folder / f"then_{number}.done").exists():  # of an attempt that was cut off later
+            continue
         found = checkpoints_in(folder)
         words = then.replace("RUNS", " ".join(found)).replace("RUN", found[0])
-        call(f"then_{number}", *words.split(), *args.extra_then.split())
+        words, dashes, flags = words.partition(" -- ")
+        call(f"then_{number}", *f"{words} {args.extra_then}{dashes}{flags}".split())
+        (folder / f"then_{number}.done").touch()
     for path in checkpoints_in(folder):
         Path(path).unlink()
     (folder / "finished").touch()

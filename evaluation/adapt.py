@@ -17,8 +17,8 @@ How a learner learns, every `--every` steps: MOA from what was seen; it is used 
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
 co-players as it remembers them and does PPO on these. One without does PPO on real steps. Mode `unguarded` acts with
 the new policy. Mode `learning` does so only where the new policy earns more than the one it came with, by two standard
-errors: in imagined games, or without a world model in held-out real games. These and the games that such a learner
-practises in are not counted as steps.
+errors over the latest rounds: in imagined games, or without a world model in held-out real games. These and the games
+that such a learner practises in are not counted as steps.
 """
 
 import dataclasses
@@ -49,6 +49,7 @@ SETS = {
 SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
          "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
 BEST_RESPONSE_GAMES = 512
+FORGET = 0.7  # what a round's comparison of old and new weights counts in the next
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
@@ -67,13 +68,13 @@ class AdaptFlags:
     the old weights unless the new ones are better; searching and learning like that"""
     steps: Count = 2400
     """env steps with the same co-players"""
-    repetitions: Count = 64
+    repetitions: Count = 20
     """repetitions per set, spread over the seats"""
     games_at_once: Count = 8
     """games that a learner plays side by side; it learns from the first, the score is of all"""
     every: Count = 100
     """env steps between two updates, a round"""
-    rounds: Count = 4
+    rounds: Count = 8
     """batches of imagined games per update"""
     imagined_games: Count = 128
     """imagined games in each batch, and games that the old and the new weights are compared by"""
@@ -89,7 +90,7 @@ class AdaptFlags:
     """policy: passes over each batch"""
     num_minibatches: Count = 4
     """policy: minibatches per pass"""
-    ent_coef: NonNegative = 0.03
+    ent_coef: NonNegative = 0.01
     """policy: weight of the entropy"""
     subgoal_learning_rate: Positive = 1e-3
     """MOA: Adam's step size"""
@@ -203,6 +204,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     seat, flags = state.seats.learner_seat[:, 0], state.args
     rows, rounds = torch.arange(len(seat), device=run.device), args.steps // args.every
     came_with = learned = copy_params(policy)
+    gain = variance = torch.zeros(len(seat), device=run.device)  # of the new policy over the one it came with
     metrics, learn_moa = {}, learn and networks.moa is not None and flags.subgoal_updates > 0
     if learn_moa:
         for p in networks.inference.parameters():  # q_phi stays: it wrote what is remembered
@@ -289,7 +291,9 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
-            better = new - old > 2 * (new_error + old_error).sqrt()
+            gain = FORGET * gain + new - old
+            variance = FORGET**2 * variance + new_error + old_error
+            better = gain > 2 * variance.sqrt()
             used = better if guarded else torch.ones_like(better)
             policy.load_state_dict(select_params(used, learned, came_with))
             metrics |= {judged: torch.where(used, new, old), f"{judged} before": old.clone(), "policy changed": used}
@@ -370,6 +374,15 @@ def cluster_means(values: np.ndarray, clusters: np.ndarray) -> list[float]:
     return [float(values[clusters == cluster].mean()) for cluster in np.unique(clusters)]
 
 
+def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """curve [rounds, sets, places, 2] of returns and games, goal [sets] -> how many games each place had played at the
+    end of the first round whose mean return reached the goal [sets]"""
+    total, games = np.moveaxis(curve.sum(2), 2, 0)
+    reached = total >= goal * games
+    played = games.cumsum(0)[reached.argmax(0), np.arange(len(goal))] / curve.shape[2]
+    return np.where(reached.any(0), played, np.nan)
+
+
 def main(args: Args) -> dict[str, float]:
     """-> score by mode and set"""
     run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
@@ -431,6 +444,9 @@ def main(args: Args) -> dict[str, float]:
         for k in np.flatnonzero(more[f"{mode} warning"]):
             returns = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
             print(f"warning: {mode}, {list(sets)[k]}: {returns}, new weights in {changed[k]:.0%} of the repetitions")
+    for name in args.modes:
+        goal = 0.9 * np.array([mean for mean, _ in table[name]])
+        more[f"{name} games to 90 %"] = games_until(curves[name], goal) / args.games_at_once
     by_repetition = {"seed": run.checkpoint["args"]["seed"] + seed, "seat": repetition % config.num_players}
     by_repetition = {name: np.broadcast_to(x, (len(sets), args.repetitions)) for name, x in by_repetition.items()}
     by_repetition |= scores | {f"{mode} imagined": x for mode, x in imagined.items()}
@@ -438,6 +454,9 @@ def main(args: Args) -> dict[str, float]:
     for name in [name for name in args.modes if name != "frozen" and "frozen" in scores]:
         gains = [mean_text(*interval(cluster_means(row, seed))) for row in scores[name] - scores["frozen"]]
         print(f"{name} minus frozen: " + ", ".join(f"{key} {gain}" for key, gain in zip(sets, gains, strict=True)))
+    for name in args.modes:
+        games = [f"{key} {number:.0f}" for key, number in zip(sets, more[f"{name} games to 90 %"], strict=True)]
+        print(f"{name}, games until a round reached 90 % of the score: " + ", ".join(games))
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 

@@ -538,7 +538,16 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
     gains = [scores["learning"][k] - scores["frozen"][k] for k in range(2)]
     means = gains[1][[0, 1, 2, 6, 7, 8]].mean(), gains[1][3:6].mean()
     text = f"nearest_hare + random {sum(means) / 2:.3f} ± {12.7062 * abs(means[0] - means[1]) / 2:.3f}"
-    assert text in said.splitlines()[-1], "differences are paired"
+    assert text in said.splitlines()[-3], "differences are paired"
+
+
+def test_games_until_a_score_is_reached():
+    """Three rounds, two places; the first set has its goal in round 2, the second at once, the third never."""
+    returns = np.array([[0.2, 2.0, 0.1], [0.9, 1.0, 0.1], [1.0, 2.0, 0.1]])  # [rounds, sets]
+    games = np.array([[[2, 4], [1, 2], [3, 3]], [[1, 2], [1, 2], [3, 3]], [[9, 9], [1, 2], [3, 3]]])  # [..., places]
+    curve = np.stack([returns[..., None] * games, games], 3)
+    found = adapt.games_until(curve, np.array([0.85, 1.5, 1.5]))
+    assert found[:2].tolist() == [4.5, 1.5] and np.isnan(found[2])
 
 
 def test_a_best_response_is_chosen_by_games_that_do_not_score_it(tmp_path, monkeypatch):
