@@ -459,6 +459,29 @@ def test_a_run_and_what_follows_it(tmp_path):
     assert math.isfinite(lines[-1]["losses/value_loss_real"]), "with --log-details"
 
 
+def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
+    args = experiments.Args(run_dir=str(tmp_path), extra_then="--device cpu")
+    run = experiments.Run("--method ppo", then=("one.py RUN", "two.py RUN --modes a -- --planner mcts"))
+    checkpoint, calls = experiments.folder_of(args, run) / "x__1" / "checkpoint.pt", []
+
+    def call(words, **_):
+        calls.append(words[1:])
+        if words[1] == "hopplus_ppo.py":
+            checkpoint.parent.mkdir()
+            checkpoint.touch()
+        if words[1] == "two.py" and len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments.subprocess, "run", call)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.make(args, run)
+    experiments.make(args, run)
+    assert [words[0] for words in calls] == ["hopplus_ppo.py", "one.py", "two.py", "two.py"]
+    assert calls[1] == ["one.py", str(checkpoint), "--device", "cpu"]
+    assert calls[3] == ["two.py", str(checkpoint), "--modes", "a", "--device", "cpu", "--", "--planner", "mcts"]
+    assert not checkpoint.exists() and (checkpoint.parent.parent / "finished").exists()
+
+
 def test_the_dashboard_shows_what_a_run_logs(tmp_path):
     args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path))
     folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
