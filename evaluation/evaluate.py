@@ -80,10 +80,10 @@ class Args(RunFlags, EvaluateFlags):
 GROUPS = {"run": RunFlags, "evaluation": EvaluateFlags}
 
 
-def parse_args(words: list[str], args_type=Args, groups=GROUPS, contract=CONTRACT):
+def parse_args(words: list[str], args_type=Args, groups=GROUPS, contract=CONTRACT, **defaults):
     """Own flags, and the run that they name"""
     end = words.index("--") if "--" in words else len(words)
-    args = game.parse(args_type, groups, args_type(), words[:end])
+    args = game.parse(args_type, groups, args_type(**defaults), words[:end])
     game.check_ranges(args)
     args.run = load_run(args, words[end + 1 :], contract)
     return args

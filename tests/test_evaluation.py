@@ -541,6 +541,16 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
     assert text in said.splitlines()[-3], "differences are paired"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_without_a_gpu_an_adaptation_is_smaller(gpu, tmp_path, monkeypatch):
+    path = untrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    args = adapt.parse_args([str(path), "--device", "cpu", "--every", "50"])
+    found = args.repetitions, args.rounds, args.imagined_games, args.best_response_steps, args.best_response_seeds
+    assert found == ((20, 8, 128, 2_000_000, 3) if gpu else (4, 4, 64, 200_000, 1)) and args.every == 50
+    assert adapt.parse_args([str(path), "--device", "cpu", "--repetitions", "7"]).repetitions == 7
+
+
 def test_games_until_a_score_is_reached():
     """Three rounds, two places; the first set has its goal in round 2, the second at once, the third never."""
     returns = np.array([[0.2, 2.0, 0.1], [0.9, 1.0, 0.1], [1.0, 2.0, 0.1]])  # [rounds, sets]
