@@ -53,8 +53,10 @@ FORGET = 0.7  # what a round's comparison of old and new weights counts in the n
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
-ON_CPU = {"repetitions": 4, "rounds": 4, "imagined_games": 64}  # where there is no GPU
-ON_CPU |= {"best_response_steps": 200_000, "best_response_seeds": 1}
+ON_CPU = {  # where there is no GPU
+    **{"modes": ("frozen", "learning"), "repetitions": 4, "rounds": 4, "imagined_games": 64},
+    **{"best_response_steps": 200_000, "best_response_seeds": 1},
+}
 LEARNING_MODES = "unguarded", "learning", "both"
 LEARNING = "learning_rate", "update_epochs", "num_minibatches", "ent_coef", "subgoal_learning_rate", "subgoal_updates"
 

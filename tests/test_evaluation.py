@@ -408,7 +408,8 @@ def test_the_sets():
 def test_adaptation(folder, capsys, monkeypatch):
     monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
     args = read(adapt, folder, *FAST, "--seats", "learner,nearest_hare,random", "random,learner,nearest_stag",
-                "--best-response-steps", 1024, "--best-response-seeds", 2)  # fmt: skip
+                "--modes", "frozen", "unguarded", "learning", "--best-response-steps", 1024, "--best-response-seeds",
+                2)  # fmt: skip
     states, rollouts = [], []
     watch(args, "make_train_state", states)
     watch(args, "rollout", rollouts)
@@ -548,6 +549,7 @@ def test_without_a_gpu_an_adaptation_is_smaller(gpu, tmp_path, monkeypatch):
     args = adapt.parse_args([str(path), "--device", "cpu", "--every", "50"])
     found = args.repetitions, args.rounds, args.imagined_games, args.best_response_steps, args.best_response_seeds
     assert found == ((20, 8, 128, 2_000_000, 3) if gpu else (4, 4, 64, 200_000, 1)) and args.every == 50
+    assert args.modes == (("frozen", "unguarded", "learning") if gpu else ("frozen", "learning"))
     assert adapt.parse_args([str(path), "--device", "cpu", "--repetitions", "7"]).repetitions == 7
 
 
