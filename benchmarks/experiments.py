@@ -523,8 +523,8 @@ def make(args: Args, run: Run) -> None:
             continue
         found = checkpoints_in(folder)
         words = then.replace("RUNS", " ".join(found)).replace("RUN", found[0])
-        words, dashes, flags = words.partition(" -- ")
-        call(f"then_{number}", *f"{words} {args.extra_then}{dashes}{flags}".split())
+        words, dashes, of_script = words.partition(" -- ")
+        call(f"then_{number}", *f"{words} {args.extra_then}{dashes}{of_script}".split())
         (folder / f"then_{number}.done").touch()
     for path in checkpoints_in(folder):
         Path(path).unlink()

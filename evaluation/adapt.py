@@ -7,7 +7,7 @@
 
 RUN, `--script` and what follows `--`: as in evaluate.py. Each set plays `--steps` steps, `--repetitions` times, the
 learner in each seat in turn (one that was alone with rule-based players sits in all). It sits in `--games-at-once`
-games, learns from the first alone, and remembers in each what it saw there: the others only make the scores exact.
+games, learns from the first alone, and remembers in each what it saw there: the others only make the scores less noisy.
 Scores are mean returns of the games that ended in the last quarter of the steps. Their intervals are over training
 seeds. References: a random player (normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best
 response (1): plain PPO trained with exactly this set, the best of `--best-response-seeds` by held-out games. Beside the
@@ -49,13 +49,13 @@ SETS = {
 SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
          "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
 BEST_RESPONSE_GAMES = 512
-FORGET = 0.7  # what a round's comparison of old and new weights counts in the next
+DECAY = 0.7  # of what old and new weights earned: how much a round counts beside the next
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
 ON_CPU = {  # where there is no GPU
     **{"modes": ("frozen", "learning"), "repetitions": 4, "rounds": 4, "imagined_games": 64},
-    **{"best_response_steps": 200_000, "best_response_seeds": 1},
+    **{"best_response_steps": 800_000, "best_response_seeds": 1},
 }
 LEARNING_MODES = "unguarded", "learning", "both"
 LEARNING = "learning_rate", "update_epochs", "num_minibatches", "ent_coef", "subgoal_learning_rate", "subgoal_updates"
@@ -296,8 +296,8 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
-            gain = FORGET * gain + new - old
-            variance = FORGET**2 * variance + new_error + old_error
+            gain = DECAY * gain + new - old
+            variance = DECAY**2 * variance + new_error + old_error
             better = gain > 2 * variance.sqrt()
             used = better if guarded else torch.ones_like(better)
             policy.load_state_dict(select_params(used, learned, came_with))

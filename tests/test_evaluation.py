@@ -548,7 +548,7 @@ def test_without_a_gpu_an_adaptation_is_smaller(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     args = adapt.parse_args([str(path), "--device", "cpu", "--every", "50"])
     found = args.repetitions, args.rounds, args.imagined_games, args.best_response_steps, args.best_response_seeds
-    assert found == ((20, 8, 128, 2_000_000, 3) if gpu else (4, 4, 64, 200_000, 1)) and args.every == 50
+    assert found == ((20, 8, 128, 2_000_000, 3) if gpu else (4, 4, 64, 800_000, 1)) and args.every == 50
     assert args.modes == (("frozen", "unguarded", "learning") if gpu else ("frozen", "learning"))
     assert adapt.parse_args([str(path), "--device", "cpu", "--repetitions", "7"]).repetitions == 7
 
@@ -633,6 +633,24 @@ def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
             for m in range(2):
                 assert torch.equal(p[m], (new if better[m] else before)[name][m]), name
     assert any((learned[-1][name] != before[name]).any() for name in before)
+
+
+def test_the_guard_counts_the_latest_rounds_most(tmp_path, monkeypatch):
+    """By how many standard errors the new weights of two learners earn more, round by round"""
+    margins, judged = [[1.3, 5.0], [1.3, -1.5], [1.3, -1.5], [1.3, -1.5]], []
+    _, _, loop = adaptation(untrained(tmp_path))
+
+    def play_games(*_, **__):
+        number, old = divmod(len(judged), 2)
+        judged.append(number)
+        returns = torch.full((2, 4, 3), 9.0)
+        for m, margin in enumerate(margins[number]):  # learner m sits in seat m; a standard error of 1
+            returns[m, :, m] = (0 if old else margin) + 1.5**0.5 * torch.tensor([1.0, -1.0, 1.0, -1.0])
+        return {"return": returns.double().numpy()}
+
+    monkeypatch.setattr(adapt, "play_games", play_games)
+    used = [metrics["policy changed"].tolist() for _, metrics in loop()]
+    assert used == [[False, True], [False, False], [True, False], [True, False]]
 
 
 @pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
