@@ -70,12 +70,13 @@ LONG = "--seed 11 --num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-e
 OLD = "--critic-data mixed --trust-exact-match 0"
 BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --seed 11 --num-seeds 5 --num-envs 1024 --log-every 5"
+PPO8 = f"{BOARD8} --total-timesteps 13107200 --method ppo --learning-rate 3e-4"
 MCTS = f"{SEEDS5} --total-timesteps 120000"
 UNTRAINED = "--total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
 # HOP+ that is to meet others: it imagines whole games with co-players who pursue any subgoal, for actor and critic.
-MEETS = f"{HALF} --imagined-goals prior --critic-data mixed --imagination-horizon 32"
+MEETS = f"{HALF} --imagined-goals prior --critic-data mixed --imagination-horizon 32 --subgoal-updates 8"
 ADAPT = "evaluation/adapt.py RUN --no-references"
 SEARCH_ADAPT = f"{ADAPT} --modes frozen search learning"
 ALL_MODES = f"{ADAPT} --script hopplus_mcts.py --modes frozen search unguarded learning -- --planner mcts"
@@ -112,9 +113,9 @@ LONG_RUNS = {
     "HOP+": Run(f"{LONG} {MEETS}", then=(ALL_MODES, STRANGERS, CROSS)),
 }
 LARGE_RUNS = {
-    "PPO, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo", then=(BEST, BEST_STRANGERS)),
-    "PPO, mixed, 8x8": Run(f"{BOARD8} --total-timesteps 19660800 --method ppo {WITH_RULES}", then=(ADAPT, STRANGERS)),
-    "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {MEETS} --subgoal-updates 2", then=(ALL_MODES, STRANGERS)),
+    "PPO, 8x8": Run(PPO8, then=(BEST, BEST_STRANGERS)),
+    "PPO, mixed, 8x8": Run(f"{PPO8} {WITH_RULES}", then=(ADAPT, STRANGERS)),
+    "HOP+, 8x8": Run(f"{BOARD8} --total-timesteps 6553600 {MEETS}", then=(ALL_MODES, STRANGERS)),
 }
 SEARCHES = {
     "HOP+ MCTS": Run(MCTS, "hopplus_mcts.py", then=(SEARCH_ADAPT,)),
@@ -252,9 +253,9 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "MCTS, actions permuted, MOA unmasked": Run(
                 MCTS, "hopplus_mcts.py", patch=("unmasked", "permuted_actions")
             ),
-            "MCTS, no pretraining": Run(f"{SEEDS5} {UNTRAINED}", "hopplus_mcts.py"),
+            "MCTS, no pretraining": Run(f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py"),
             "MCTS, no pretraining, only player 1's MOA learns": Run(
-                f"{SEEDS5} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)
+                f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)
             ),
         },
         [
