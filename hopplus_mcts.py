@@ -254,6 +254,8 @@ METHODS = {
     "hop-ours": {"imagination": False, "total_timesteps": 600_000, "subgoals": "bayes", "goal_kind": "discrete"}
     | {"goal_dim": 2, "num_trees": 5, "search_model": "env", "search_prior": 0.0},
 }
+for name in ("ppo", "ppo-omg"):
+    METHODS[name]["learning_rate"] = 5e-4  # without imagined games a larger one often ends with hares
 METHODS["hop"] = METHODS["hop-ours"] | {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0}
 METHODS["hop"] |= {"gae_lambda": 1.0, "ent_coef": 0.0, "history_reset_prob": 0.0}
 ON_CPU = {  # what two cores do well
@@ -263,7 +265,7 @@ ON_CPU = {  # what two cores do well
     **{"num_simulations": 8, "num_trees": 1},
 }
 SEARCH_ON_CPU = {"num_envs": 64, "total_timesteps": 80_000, "imagination_horizon": 8, "subgoal_period": 1}
-METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3}}
+METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}}
 METHODS_ON_CPU["ppo-omg"] = METHODS_ON_CPU["ppo"]
 METHODS_ON_CPU |= {"hopplus-mcts": SEARCH_ON_CPU, "hop-ours": SEARCH_ON_CPU | {"num_trees": 5}}
 METHODS_ON_CPU["hop"] = METHODS_ON_CPU["hop-ours"] | {"pretraining_updates": 0}

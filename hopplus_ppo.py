@@ -223,12 +223,14 @@ METHODS = {
     "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True},
     "hopplus": {"subgoals": "inferred", "imagination": True, "inter_episode_belief": True},
 }
+for name in ("ppo", "ppo-omg"):
+    METHODS[name]["learning_rate"] = 5e-4  # without imagined games a larger one often ends with hares
 ON_CPU = {  # what two cores do well
     **{"num_envs": 128, "total_timesteps": 250_000, "policy_hidden": 64, "log_every": 1, "save_seconds": 20.0},
     **{"subgoal_updates": 2, "subgoal_period": 2, "subgoal_batch_size": 8, "wm_updates": 2, "wm_batch_size": 256},
     **{"pretraining_updates": 200, "pretraining_games": 64, "imagination_horizon": 5, "ppo_real_ratio": 0.6},
 }
-METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3}}
+METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}}
 METHODS_ON_CPU["ppo-omg"] = METHODS_ON_CPU["ppo"]
 
 

@@ -22,6 +22,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,7 @@ STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, BRIEF = f"{SEEDS5} --total-timesteps 300000", f"{SEEDS5} --total-timesteps 150000"
-LONG = "--seed 11 --num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024"
+LONG = "--seed 11 --num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024 --learning-rate 1e-3"
 OLD = "--critic-data mixed --trust-exact-match 0"
 BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --seed 11 --num-seeds 5 --num-envs 1024 --log-every 5"
@@ -125,7 +126,7 @@ SEARCHES = {
 GRU = "benchmarks/baselines/ppo_gru.py"
 PARTNERS = "evaluation/partners.py RUNS"
 NEW_PARTNERS = "evaluation/partners.py RUNS --population nearest_stag"  # whom nobody met in training
-TRAIN = "--seed 11 --num-seeds 10 --log-every 5 --num-envs 1024 --ent-coef 0.01"
+TRAIN = "--seed 11 --num-seeds 10 --log-every 5 --num-envs 1024 --ent-coef 0.01 --learning-rate 1e-3"
 MODELS = "--policy-hidden 256 --subgoal-hidden 128 --subgoal-selection final --kl-coef 0.01 --history-reset-prob 0.005"
 HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
 ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
@@ -258,14 +259,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
                 f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)
             ),
         },
-        [
-            ("bars", "moa_top1"),
-            ("bars", "moa_gap"),
-            ("bars", "moa_nll"),
-            ("seats", "moa_nll"),
-            ("seats", "player"),
-            ("recalls", ""),
-        ],
+        [("bars", "moa_top1"), ("bars", "moa_gap"), ("seats", "moa_nll"), ("seats", "player"), ("recalls", "")],
     ),
     "6": (
         "Search",
@@ -299,13 +293,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "HOP+, 4h2s": Run(f"{SEEDS5} --total-timesteps 1000000 --num-stags 2 {HALF}"),
             **LARGE_RUNS,
         },
-        [
-            ("bars", "steps_to_2.8"),
-            ("bars", "return"),
-            ("adaptation", "standard"),
-            ("meeting", "3 NH"),
-            ("cross-play", ""),
-        ],
+        [("bars", "steps_to_2.8"), ("adaptation", "standard"), ("meeting", "3 NH")],
     ),
     "8": (
         "How well does a learner adapt to players nobody trained with?",
@@ -557,6 +545,10 @@ def figures_before(folder: Path) -> list[dict[str, float]]:
     return [{key: figures[key] for key in names if key in figures} for figures in found]
 
 
+def device_of(log: str) -> str:
+    return "cuda" if re.search(r" on (\d+ x )?cuda", log) else "cpu"
+
+
 def collect(args: Args, number: str) -> None:
     """docs/data/section_NUMBER*.csv from the folders of the runs"""
     _, runs, panels = SECTIONS[number]
@@ -566,7 +558,7 @@ def collect(args: Args, number: str) -> None:
         folder = folder_of(args, run)
         if not (folder / "seconds").exists():  # not trained to the end
             continue
-        before, device = figures_before(folder), "cuda" if " on cuda" in (folder / "train.log").read_text() else "cpu"
+        before, device = figures_before(folder), device_of((folder / "train.log").read_text())
         paths = sorted(glob.glob(f"{folder}/*/metrics.jsonl"))
         for seed, path in enumerate(paths):
             lines = read_lines(Path(path))
@@ -591,7 +583,7 @@ def collect(args: Args, number: str) -> None:
             for k in sorted(set(np.linspace(0, len(found) - 1, 40).astype(int))):
                 kept = {key: found[k].get(key, "") for key in followed}
                 curves.append({"run": label, "seed": seed, "steps": lines[k]["steps"], **kept})
-        for sets in ("standard", "strangers"):
+        for sets in (key for kind, key in panels if kind == "adaptation"):
             for name, rows in (("", met), ("_repetitions", repeated), ("_curve", meeting)):
                 for path in folder.glob(f"*/adaptation_{sets}{name}.csv"):
                     rows += [{"run": label, "sets": sets, **row} for row in csv.DictReader(path.open())]
@@ -673,14 +665,14 @@ def line_style(number: int) -> dict:
     return {"color": f"C{number % 8}", "ls": "-" if number < 8 else "--"}
 
 
-def heat_map(axis, table: np.ndarray, low: float, high: float, rotation: int = 0) -> None:
+def heat_map(axis, table: np.ndarray, low: float, high: float) -> None:
     """Numbers in coloured cells, dark ones in white"""
     axis.imshow(table, vmin=low, vmax=high, aspect="auto")
     axis.grid(visible=False)
     for (y, x), value in np.ndenumerate(table):
         if not np.isnan(value):
             colour = "white" if value > low + 0.6 * (high - low) else "black"
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", rotation=rotation, color=colour, fontsize=8)
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
 
 
 def bars(axis, rows: list[dict], key: str) -> None:
@@ -752,19 +744,22 @@ def against(axis, rows: list[dict], key: str) -> None:
 
 
 def recalls(axis, rows: list[dict], _: str) -> None:
-    """recall of each action over training, a row for each run and action"""
+    """recall over training, a row for each run and action; the four moves are averaged"""
     runs, parts = list(dict.fromkeys(row["run"] for row in rows)), []
+    shown = {"a move": RECALLS[:4]} | {ACTION_NAMES[a]: RECALLS[a : a + 1] for a in range(4, NUM_ACTIONS)}
     for run in runs:
-        for key in RECALLS:
-            own = [(int(row["steps"]), float(row[key])) for row in rows if row["run"] == run and row.get(key)]
-            bins = np.array_split(sorted({int(row["steps"]) for row in rows if row["run"] == run}), 12)
-            parts.append([np.mean([v for s, v in own if s in b] or np.nan) for b in map(set, bins)])
+        own = [row for row in rows if row["run"] == run]
+        bins = np.array_split(sorted({int(row["steps"]) for row in own}), 12)
+        for keys in shown.values():
+            found = [(int(row["steps"]), float(row[key])) for row in own for key in keys if row.get(key)]
+            parts.append([np.mean([v for s, v in found if s in b] or np.nan) for b in map(set, bins)])
     image = axis.imshow(parts, vmin=0, vmax=1, aspect="auto")
     axis.figure.colorbar(image, ax=axis)
     axis.set(title="recall by action, over training", xticks=[], xlabel="training")
     axis.grid(visible=False)
-    names = [f"{run + ': ' if a == 0 else ''}{name}" for run in runs for a, name in enumerate(ACTION_NAMES)]
-    axis.set_yticks(range(len(parts)), names)
+    axis.set_yticks(
+        range(len(parts)), [f"{run}: {name}" if name == "a move" else name for run in runs for name in shown]
+    )
 
 
 def meeting(axis, rows: list[dict], players: str) -> None:
@@ -905,18 +900,6 @@ def adaptation(axis, found: dict[str, dict[str, float]], _: str) -> None:
     axis.set_yticklabels(found)
 
 
-def cross_play(axis, rows: list[dict], _: str) -> None:
-    runs, size = list(dict.fromkeys(row["run"] for row in rows)), 1 + max(int(row["focal"]) for row in rows)
-    table = np.full((size, len(runs) * (size + 1) - 1), np.nan)  # a matrix for each run, side by side
-    for row in rows:
-        table[int(row["focal"]), runs.index(row["run"]) * (size + 1) + int(row["others"])] = float(row["return"])
-    heat_map(axis, table, 2.6, 3.1, rotation=90)
-    axis.set(ylabel="a learner of seed", xlabel="its return in the team of seed", yticks=range(size))
-    axis.set_xticks([k * (size + 1) + i for k in range(len(runs)) for i in range(size)], list(range(size)) * len(runs))
-    for k, run in enumerate(runs):
-        axis.text(k * (size + 1) + (size - 1) / 2, -0.6, run, ha="center")
-
-
 def draw(args: Args, number: str) -> None:
     import matplotlib
 
@@ -930,10 +913,10 @@ def draw(args: Args, number: str) -> None:
         print(f"section {number}: no data yet")
         return
     sources = {"bars": "", "seats": "", "curves": "_curves", "recalls": "_curves", "adaptation": "_adaptation"}
-    sources |= {"against": "_curves", "meeting": "_adaptation_curves", "cross-play": "_cross_play"}
+    sources |= {"against": "_curves", "meeting": "_adaptation_curves"}
     sources |= {"together": "_together", "points": "", "late curves": "_curves"}
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
-    draws |= {"against": against, "meeting": meeting, "cross-play": cross_play, "together": together}
+    draws |= {"against": against, "meeting": meeting, "together": together}
     draws |= {"points": points, "late curves": late_curves}
     needs = {"bars": "{}", "seats": "{}_3"}  # what a panel draws; tables made before it was followed do not have it
     panels = [
@@ -944,9 +927,9 @@ def draw(args: Args, number: str) -> None:
     met, references = read(args, number, "_adaptation"), [row for k in "78" for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
     count = len({row["run"] for row in rows})
-    lines = {"adaptation": max(map(len, scores.values())), "recalls": 6 * count, "seats": 1.5 * count, "meeting": 8}
+    lines = {"adaptation": max(map(len, scores.values())), "recalls": 3 * count, "seats": 1.5 * count, "meeting": 8}
     heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]
     figure, axes = plt.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     figure.set_size_inches(5.6 * columns, sum(heights))
@@ -960,7 +943,7 @@ def draw(args: Args, number: str) -> None:
     figure.tight_layout()
     path = Path(args.docs) / "results" / f"section_{number}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
     keys = ["return", *dict.fromkeys(key for kind, key in panels if kind == "bars" and key != "return")]
     print(f"\n## {number}. {title}\n\n| run | seeds | {' | '.join(keys)} |\n|{'---|' * (len(keys) + 2)}")

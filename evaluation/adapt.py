@@ -326,7 +326,7 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
     what each earned in held-out games [sets, seeds], and the best one's mean return in each place of others [sets, E]
     """
     changes = {"config": run.args.config, "seed": args.seed, "precision": run.args.precision}
-    changes["num_envs"] = BEST_RESPONSE_GAMES
+    changes |= {"num_envs": BEST_RESPONSE_GAMES, "learning_rate": 1e-3}
     ppo_args = run.script.make_args("ppo", args.device, **changes)
     tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
     state = run.script.make_train_state(ppo_args, tables, [args.seed], run.device)

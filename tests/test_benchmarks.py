@@ -421,6 +421,18 @@ def test_losses_are_compared_at_equal_returns():
     assert values[:2] == [2.0, 5.0] and np.isnan(values[2:5]).all() and values[5] == 7.0
 
 
+@pytest.mark.parametrize(
+    "log, device",
+    [
+        ("4x4_4h1s, ppo, 32 learner(s), on 1 x cuda", "cuda"),
+        ("4x4_4h1s, mixed, 5 seed(s), on cuda:0; run folder runs/x", "cuda"),
+        ("4x4_4h1s, ppo, 4 learner(s), on 1 x cpu\nready after 1 s; run folder runs/cuda", "cpu"),
+    ],
+)
+def test_tables_say_where_a_run_was_made(log, device):
+    assert experiments.device_of(log) == device
+
+
 def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("8",))
     folder = experiments.folder_of(args, experiments.SECTIONS["8"][1]["PPO"])
@@ -430,7 +442,8 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     (folder / "train.log").write_text("on cpu")
     line = {"steps": 9, "time/training": 1.0, "charts/episodic_return": 2.0}
     (there / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (there / "adaptation_standard.csv").write_text("co_players,frozen mean\n3 NH,0.5\n")
+    (there / "adaptation_strangers.csv").write_text("co_players,frozen mean\n3 waiting,0.5\n")
+    (there / "adaptation_standard.csv").write_text("co_players,frozen mean\n3 NH,0.5\n")  # is section 7's
     (there / "adaptation_strangers_curve.csv").write_text("co_players,learner,steps,return\n3 waiting,frozen,100,1.5\n")
     (there / "adaptation_strangers_repetitions.csv").write_text(
         "co_players,repetition,seed,frozen\n3 waiting,3,2,0.5\n"
@@ -438,7 +451,7 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
     experiments.collect(args, "8")
     tables = {name: experiments.read(args, "8", name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
-    met = {"run": "PPO", "sets": "standard", "co_players": "3 NH", "frozen mean": "0.5"}
+    met = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "frozen mean": "0.5"}
     point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
     repetition = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "repetition": "3", "seed": "2"}
     assert experiments.read(args, "8", "_adaptation_repetitions") == [repetition | {"frozen": "0.5"}]
