@@ -138,8 +138,8 @@ class OpponentArgs:
     """steps that MOA and q_phi learn from: co-player on the board; and in a game in which it scored"""
     inter_episode_belief: bool = True
     """keep the history of each co-player from game to game"""
-    memory_discount: Fraction = 0.995
-    """what of that history is left at the start of the next game"""
+    memory_discount: Fraction = 0.9
+    """what of that history is left at the start of the next game; if much, histories grow longer than training shows"""
     history_reset_prob: Fraction = 0.1
     """how often, in training, all of it is reset after a game: else nobody learns to play with strangers"""
     subgoal_learning_rate: Positive = 1e-3

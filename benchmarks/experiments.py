@@ -161,7 +161,7 @@ def arms(task: str) -> dict[str, Run]:
     """What the policy may know, in one game"""
     _, flags, steps = TASKS[task]
     common = f"{TRAIN} {flags} --total-timesteps {steps}000000"
-    models = f"{common} {MODELS} --method ppo-omg" + (" --memory-discount 0.5" if "drifts" in task else "")
+    models = f"{common} {MODELS} --method ppo-omg --memory-discount {0.5 if 'drifts' in task else 0.995}"
     then = (PARTNERS, NEW_PARTNERS) if "stays" in task else (PARTNERS,) if "drifts" in task else ()
     gru = "" if "--redraw" in flags else " --redraw game"
     inferring = f"{models} --offline-ratio 0.1" if "--height 8" in flags else models

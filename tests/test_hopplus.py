@@ -541,8 +541,15 @@ def test_nothing_is_remembered_of_players_who_are_drawn_anew():
     decay = {}
     for seats, redraw in itertools.product((None, "learner,mixed,mixed"), ("game", "never", "0.5")):
         decay[seats, redraw] = hop.history_decay(make_args(seats=seats, redraw=redraw))
-    assert decay.pop(("learner,mixed,mixed", "game")) == 0 and set(decay.values()) == {0.995}
+    assert decay.pop(("learner,mixed,mixed", "game")) == 0 and set(decay.values()) == {0.9}
     assert hop.history_decay(make_args("ppo")) == 0
+
+
+def test_a_memory_stays_as_short_as_those_of_the_training():
+    """Else learners meet histories that no network has seen, and play worse the longer they know somebody"""
+    args = make_args()
+    in_training = 1 / args.history_reset_prob  # games, on average
+    assert 1 / (1 - args.memory_discount) <= in_training * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("belief", [False, True])

@@ -299,7 +299,7 @@ def test_who_took_what_and_the_scores(look):
 def test_what_is_carried_over(look):
     """In the first game nothing; in the second the steps in which the co-player was seen, discounted"""
     data = look("partners")
-    assert data["carried"] == 0.995
+    assert data["carried"] == 0.9
     for place in (0, 1):
         first, second = (shown for shown in data["games"] if shown["place"] == place)
         mind = first["minds"][1]
@@ -308,7 +308,7 @@ def test_what_is_carried_over(look):
         mind = second["minds"][1]
         for j in (0, 2):
             seen = sum(position[j] >= 0 for position in first["position"][:-1])
-            close(mind["memory"][0][j], [0.995 * seen])
+            close(mind["memory"][0][j], [0.9 * seen])
             assert mind["goal"][0][j] != mind["without"][0][j]
     assert look("new partners")["carried"] == 0
 
