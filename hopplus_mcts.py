@@ -140,7 +140,7 @@ class OpponentArgs:
     inter_episode_belief: bool = True
     """keep the history of each co-player from game to game"""
     memory_discount: Fraction = 0.9
-    """what of that history is left at the start of the next game; if much, histories grow longer than training shows"""
+    """what of it is left at the start of the next game; above 1 - history_reset_prob it outgrows what training shows"""
     history_reset_prob: Fraction = 0.1
     """how often, in training, all of it is reset after a game: else nobody learns to play with strangers"""
     subgoal_learning_rate: Positive = 1e-3
@@ -254,8 +254,7 @@ METHODS = {
     "hop-ours": {"imagination": False, "total_timesteps": 600_000, "subgoals": "bayes", "goal_kind": "discrete"}
     | {"goal_dim": 2, "num_trees": 5, "search_model": "env", "search_prior": 0.0},
 }
-for name in ("ppo", "ppo-omg"):
-    METHODS[name]["learning_rate"] = 5e-4  # without imagined games a larger one often ends with hares
+METHODS["ppo"]["learning_rate"] = METHODS["ppo-omg"]["learning_rate"] = 5e-4  # larger steps often end with hares
 METHODS["hop"] = METHODS["hop-ours"] | {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0}
 METHODS["hop"] |= {"gae_lambda": 1.0, "ent_coef": 0.0, "history_reset_prob": 0.0}
 ON_CPU = {  # what two cores do well

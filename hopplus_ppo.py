@@ -139,7 +139,7 @@ class OpponentArgs:
     inter_episode_belief: bool = True
     """keep the history of each co-player from game to game"""
     memory_discount: Fraction = 0.9
-    """what of that history is left at the start of the next game; if much, histories grow longer than training shows"""
+    """what of it is left at the start of the next game; above 1 - history_reset_prob it outgrows what training shows"""
     history_reset_prob: Fraction = 0.1
     """how often, in training, all of it is reset after a game: else nobody learns to play with strangers"""
     subgoal_learning_rate: Positive = 1e-3
@@ -223,8 +223,7 @@ METHODS = {
     "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True},
     "hopplus": {"subgoals": "inferred", "imagination": True, "inter_episode_belief": True},
 }
-for name in ("ppo", "ppo-omg"):
-    METHODS[name]["learning_rate"] = 5e-4  # without imagined games a larger one often ends with hares
+METHODS["ppo"]["learning_rate"] = METHODS["ppo-omg"]["learning_rate"] = 5e-4  # larger steps often end with hares
 ON_CPU = {  # what two cores do well
     **{"num_envs": 128, "total_timesteps": 250_000, "policy_hidden": 64, "log_every": 1, "save_seconds": 20.0},
     **{"subgoal_updates": 2, "subgoal_period": 2, "subgoal_batch_size": 8, "wm_updates": 2, "wm_batch_size": 256},
