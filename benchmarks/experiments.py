@@ -68,11 +68,12 @@ RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 SEEDS5, SEEDS8 = "--num-seeds 5 --log-every 2", "--num-seeds 8 --log-every 2"
 SHORT, BRIEF = f"{SEEDS5} --total-timesteps 300000", f"{SEEDS5} --total-timesteps 150000"
 LONG = "--seed 11 --num-seeds 5 --log-every 10 --total-timesteps 5000000 --num-envs 1024 --learning-rate 1e-3"
+CALM = f"{SHORT} --learning-rate 5e-4"  # with which real samples alone learn to hunt the stag, too
 OLD = "--critic-data mixed --trust-exact-match 0"
 BADLY = "--imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 BOARD8 = "--height 8 --width 8 --seed 11 --num-seeds 5 --num-envs 1024 --log-every 5"
 PPO8 = f"{BOARD8} --total-timesteps 13107200 --method ppo --learning-rate 3e-4"
-MCTS = f"{SEEDS5} --total-timesteps 120000"
+MCTS, MCTS_LONG = f"{SEEDS5} --total-timesteps 120000", f"{SEEDS5} --total-timesteps 400000"
 UNTRAINED = "--total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = "--num-envs 64 --ppo-real-ratio 0.05 --subgoal-updates 8 --subgoal-learning-rate 0.003 --pretraining-games 64"
 HALF = "--ppo-real-ratio 0.5"
@@ -187,13 +188,13 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
     "1": (
         "Why was the value loss so high?",
         {
-            "real only": Run(f"{SHORT} --no-imagination"),
-            "actor only (default)": DEFAULT,
-            "mixed": Run(f"{SHORT} --critic-data mixed"),
-            "mixed, MC": Run(f"{SHORT} --critic-data mixed --gae-lambda 1"),
-            "mixed, subgoals zeroed": Run(f"{SHORT} --critic-data mixed", patch=("zero_subgoals",)),
-            "pixel, trusted, actor only": Run(SHORT, patch=("pixel",)),
-            "pixel, mixed, no trust": Run(f"{SHORT} {OLD}", patch=("pixel", "unclipped")),
+            "real only": Run(f"{CALM} --no-imagination"),
+            "actor only (default)": Run(CALM),
+            "mixed": Run(f"{CALM} --critic-data mixed"),
+            "mixed, MC": Run(f"{CALM} --critic-data mixed --gae-lambda 1"),
+            "mixed, subgoals zeroed": Run(f"{CALM} --critic-data mixed", patch=("zero_subgoals",)),
+            "pixel, trusted, actor only": Run(CALM, patch=("pixel",)),
+            "pixel, mixed, no trust": Run(f"{CALM} {OLD}", patch=("pixel", "unclipped")),
             "brief": Run(BRIEF),
             "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}", patch=("unclipped",)),
             "pixel, badly": Run(f"{BRIEF} {OLD} {BADLY} --pretraining-updates 50", patch=("pixel", "unclipped")),
@@ -272,6 +273,9 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "32 simulations": Run(f"{MCTS} --num-simulations 32", "hopplus_mcts.py"),
             "HOP": Run(f"{MCTS} --method hop-ours", "hopplus_mcts.py"),
             "HOP, search prior 1": SEARCHES["HOP, search prior 1"],
+            "pUCT, long": Run(MCTS_LONG, "hopplus_mcts.py"),
+            "HOP, long": Run(f"{MCTS_LONG} --method hop-ours", "hopplus_mcts.py"),
+            "HOP, search prior 1, long": Run(f"{MCTS_LONG} --method hop-ours --search-prior 1", "hopplus_mcts.py"),
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
     ),
@@ -683,12 +687,10 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
     means = [np.mean(values) for values in found.values()]
-    axis.set(
-        yticks=range(len(found)),
-        title=TITLES.get(key, key),
-        xscale="log" if min(means) > 0 and max(means) > 20 * min(means) else "linear",
-    )
-    axis.set_yticklabels(found)
+    if key.startswith("steps") and max(means) > 20 * min(means):
+        axis.set_xscale("log")
+    axis.set(title=TITLES.get(key, key))
+    axis.set_yticks(range(len(found)), found)
     axis.grid(axis="y", visible=False)
     axis.invert_yaxis()
 
@@ -939,8 +941,8 @@ def draw(args: Args, number: str) -> None:
     for axis, (kind, key) in zip(axes.flat, panels, strict=False):
         table = [row | {"number": order.index(row["run"])} for row in read(args, number, sources[kind])]
         draws[kind](axis, scores[key] if kind == "adaptation" else table, key)
-    figure.suptitle(title if number in TASKS else f"{number}. {title}")
     figure.tight_layout()
+    figure.suptitle(title if number in TASKS else f"{number}. {title}", y=1, verticalalignment="bottom")
     path = Path(args.docs) / "results" / f"section_{number}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
