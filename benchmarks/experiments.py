@@ -136,7 +136,7 @@ TASKS = {  # name: title, flags, million steps
     "stays-4x4": ("4x4, 5 steps, the partner stays", f"--final-time 5 --redraw never {ONE}", 5),
     "redrawn-8x8": ("8x8, 9 steps, a new partner in every game", f"--height 8 --width 8 --final-time 9 {ONE}", 8),
     "redrawn-4x4": ("4x4, 5 steps, a new partner in every game", f"--final-time 5 {ONE}", 5),
-    "drifts-4x4": ("4x4, 5 steps, a new partner after every tenth game", f"--final-time 5 --redraw 0.1 {ONE}", 5),
+    "drifts-4x4": ("4x4, 5 steps, a new partner after one game in ten", f"--final-time 5 --redraw 0.1 {ONE}", 5),
     "two-partners-4x4": (
         "4x4, 5 steps, two partners stay",
         f"--final-time 5 --redraw never {HIDDEN} --seats learner,mixed,mixed,nearest_hare",
@@ -188,16 +188,18 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
     "1": (
         "Why was the value loss so high?",
         {
-            "real only": Run(f"{CALM} --no-imagination"),
-            "actor only (default)": Run(CALM),
-            "mixed": Run(f"{CALM} --critic-data mixed"),
-            "mixed, MC": Run(f"{CALM} --critic-data mixed --gae-lambda 1"),
+            "real samples only": Run(f"{CALM} --no-imagination"),
+            "imagined for the actor (default)": Run(CALM),
+            "mixed: for actor and critic": Run(f"{CALM} --critic-data mixed"),
+            "mixed, Monte Carlo returns": Run(f"{CALM} --critic-data mixed --gae-lambda 1"),
             "mixed, subgoals zeroed": Run(f"{CALM} --critic-data mixed", patch=("zero_subgoals",)),
-            "pixel, trusted, actor only": Run(CALM, patch=("pixel",)),
-            "pixel, mixed, no trust": Run(f"{CALM} {OLD}", patch=("pixel", "unclipped")),
-            "brief": Run(BRIEF),
-            "structured, badly": Run(f"{BRIEF} {OLD} {BADLY}", patch=("unclipped",)),
-            "pixel, badly": Run(f"{BRIEF} {OLD} {BADLY} --pretraining-updates 50", patch=("pixel", "unclipped")),
+            "pixel head, for the actor": Run(CALM, patch=("pixel",)),
+            "pixel head, mixed, unchecked": Run(f"{CALM} {OLD}", patch=("pixel", "unclipped")),
+            "default, half as long": Run(BRIEF),
+            "all old settings": Run(f"{BRIEF} {OLD} {BADLY}", patch=("unclipped",)),
+            "all old settings, pixel head": Run(
+                f"{BRIEF} {OLD} {BADLY} --pretraining-updates 50", patch=("pixel", "unclipped")
+            ),
         },
         [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
     ),
@@ -245,16 +247,14 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
         {
             "present (default)": DEFAULT,
             "rewarded": Run(f"{SHORT} --moa-data rewarded"),
-            "all": Run(SHORT, patch=("all_steps",)),
-            "present, brief": Run(BRIEF),
-            "present, MOA unmasked": Run(BRIEF, patch=("unmasked",)),
-            "all, MOA unmasked": Run(BRIEF, patch=("unmasked", "all_steps")),
+            "all steps": Run(SHORT, patch=("all_steps",)),
+            "present, half as long": Run(BRIEF),
+            "present, unmasked": Run(BRIEF, patch=("unmasked",)),
+            "all steps, unmasked": Run(BRIEF, patch=("unmasked", "all_steps")),
             "MCTS": SEARCHES["HOP+ MCTS"],
             "MCTS, only player 1's MOA learns": Run(MCTS, "hopplus_mcts.py", patch=("moa_of_player_1",)),
             "MCTS, actions permuted": Run(MCTS, "hopplus_mcts.py", patch=("permuted_actions",)),
-            "MCTS, actions permuted, MOA unmasked": Run(
-                MCTS, "hopplus_mcts.py", patch=("unmasked", "permuted_actions")
-            ),
+            "MCTS, actions permuted, unmasked": Run(MCTS, "hopplus_mcts.py", patch=("unmasked", "permuted_actions")),
             "MCTS, no pretraining": Run(f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py"),
             "MCTS, no pretraining, only player 1's MOA learns": Run(
                 f"{SEEDS8} {UNTRAINED}", "hopplus_mcts.py", patch=("moa_of_player_1",)

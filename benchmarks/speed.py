@@ -29,14 +29,12 @@ SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
 PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
 CASES = {  # name: (script, flags)
     "cuda": {
-        "PPO 64-64, 16384 games": ("ppo", f"{PPO} 16384 --policy-hidden 64"),
         "PPO 64-64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
         "PPO 128-128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
         "PPO, defaults": ("ppo", "--method ppo"),
         "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
         "HOP+, defaults": ("ppo", ""),
         "HOP+, defaults, compiled": ("ppo", "--compile"),
-        "HOP+, 4096 games, half real, bf16": ("ppo", f"{LARGE} 4096"),
         "HOP+, 16384 games, half real, bf16": ("ppo", f"{LARGE} 16384"),
         "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024 --precision bf16"),
         "PPO, 1024 games, 16 seeds": ("ppo", f"{PPO} 1024 --precision bf16 --num-seeds 16"),
