@@ -21,8 +21,8 @@ PANELS = {  # tag: what to look for
     "losses/value_loss": "must not rise late",
     "losses/approx_kl": "far below 0.1",
     "moa/nll": "close to moa/ceiling/nll",
-    "wm/exact_match/1": "1: the world model can be trusted",
-    "wm/horizon": "how far it is trusted",
+    "wm/exact_match/1": "1: every board predicted right",
+    "wm/horizon": "steps that may be imagined",
     "losses/explained_variance": "1: the critic knows the returns",
 }
 
@@ -54,6 +54,7 @@ def main(args: Args) -> None:
             found = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
             axis.plot([s for s, _ in found], [v for _, v in found])
             axis.set_title(f"{tag}\n{hint}", fontsize=10)
+            axis.set_xlabel("env steps")
             axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
     names = [Path(run).name.rpartition("__")[0] or run for run in args.runs]  # without the time of the run
     figure.legend(axes[0, 0].lines, names, loc="lower center", ncols=2)
