@@ -90,7 +90,7 @@ class PPOArgs:
     num_steps: Count = 32
     """T, steps of each game per iteration"""
     learning_rate: Positive = 1e-3
-    """Adam's step size; on a GPU 5e-4 is safer without imagination: with larger steps teams often settle on hares"""
+    """Adam's step size; on a GPU 5e-4 is safer without imagination and search: else teams often settle on hares"""
     anneal_lr: bool = True
     """let it fall linearly to a tenth"""
     policy_hidden: Count = 128

@@ -269,7 +269,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
             "Gumbel": Run(f"{MCTS} --root gumbel", "hopplus_mcts.py"),
             "one step": Run(f"{MCTS} --planner one-step", "hopplus_mcts.py"),
             "no search": Run(f"{MCTS} --planner none", "hopplus_mcts.py"),
-            "no search, smaller steps": Run(f"{MCTS} --planner none --learning-rate 5e-4", "hopplus_mcts.py"),
+            "no search, learning rate 5e-4": Run(f"{MCTS} --planner none --learning-rate 5e-4", "hopplus_mcts.py"),
             "4 simulations": Run(f"{MCTS} --num-simulations 4", "hopplus_mcts.py"),
             "32 simulations": Run(f"{MCTS} --num-simulations 32", "hopplus_mcts.py"),
             "HOP": Run(f"{MCTS} --method hop-ours", "hopplus_mcts.py"),
