@@ -29,8 +29,8 @@ SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
 PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
 CASES = {  # name: (script, flags)
     "cuda": {
-        "PPO 64-64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
-        "PPO 128-128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
+        "PPO, width 64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
+        "PPO, width 128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
         "PPO, defaults": ("ppo", "--method ppo"),
         "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
         "HOP+, defaults": ("ppo", ""),
