@@ -1,3 +1,8 @@
+import os
+
+# Here and in what tests start: with more threads, tests side by side wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -15,14 +20,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Tiny tensors are handled faster by one."""
-    before, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, scope="module")
+def keep_determinism():
+    """What pretrain_vae.py asks for on a GPU holds for its own tests only."""
+    before = torch.are_deterministic_algorithms_enabled()
     yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmar
 
 import ppo_gru
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = StagHuntConfig(
     height=3, width=4, num_players=3, num_stags=2, num_hares=5, final_time=7, steps_after_first_hunt=3
 )

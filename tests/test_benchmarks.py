@@ -34,7 +34,6 @@ import peers
 import search
 import speed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(hopplus_ppo.__file__).resolve().parent
 SCRIPTS = {
     **{"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts, "pretrain_vae.py": pretrain_vae},

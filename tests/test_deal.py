@@ -9,7 +9,6 @@ from helpers import PLAYERS, chi_square_p, games_of
 
 from stag_hunt_env import ALL_SEATS, StagHuntConfig, StagHuntEnv, copy_state
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = [  # (row, column) cells of every piece, before turning and mirroring
     [(0, 0), (0, 1), (0, 2)],
     [(0, 0), (0, 1), (0, 2), (0, 3)],

@@ -41,7 +41,6 @@ import search
 import speed
 import subgoals
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 TRAINING = {"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts}
 MODULES = {

@@ -26,7 +26,6 @@ import evaluate
 import subgoals
 
 ROOT = Path(game.__file__).resolve().parent
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
     **{"config": CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "policy_hidden": 16, "update_epochs": 2},

@@ -24,7 +24,6 @@ from helpers import (
 from stag_hunt_env import StagHuntConfig as Config
 from stag_hunt_env import StagHuntEnv, State, copy_nested_
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 EVERYONE_LEFT, TIME_UP, FIRST_HUNT = "everyone left", "time up", "steps after the first hunt"
 LONE_STAG, STAG, HARE_SHARED, TRIO, TWO_CATCHES = (
     "one on a stag",

@@ -23,9 +23,6 @@ import hopplus_ppo as hop
 import pretrain_world_model as wm
 from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks side by side
 

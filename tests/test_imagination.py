@@ -18,9 +18,6 @@ from torch import nn
 import hopplus_ppo as hop
 from stag_hunt_env import STAY, State, seats_table
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Imagination
 

@@ -24,7 +24,6 @@ import evaluate
 import inspector
 
 ROOT = Path(game.__file__).resolve().parent
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
     **{"config": CONFIG, "num_envs": 4, "num_steps": 8, "policy_hidden": 16, "subgoal_hidden": 8, "goal_dim": 4},

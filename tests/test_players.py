@@ -20,7 +20,6 @@ from stag_hunt_env import (
     seats_table,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BOARDS = [
     StagHuntConfig(height=4, width=7, num_stags=2),
     StagHuntConfig(height=6, width=7, num_players=5, num_stags=2, num_hares=2, max_wall_pieces=3),

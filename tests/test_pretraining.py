@@ -21,7 +21,6 @@ import pretrain_vae as vae
 import pretrain_world_model as wm
 from stag_hunt_env import StagHuntConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SCRIPTS = {"wm": wm, "vae": vae}
 both = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=15)

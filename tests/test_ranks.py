@@ -19,7 +19,6 @@ import hopplus_ppo as hop
 
 CPU, ROOT = torch.device("cpu"), Path(hop.__file__).resolve().parent
 FLAGS = {**TINY_FLAGS, "total_timesteps": 4 * 32, "subgoal_period": 2, "save_seconds": 0.0, "num_seeds": 2}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Killed(Exception):

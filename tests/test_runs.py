@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves
 import hopplus_ppo as hop
 from stag_hunt_env import StagHuntEnv, command_line
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def make_args(method="hopplus", **changes):
     return hop.make_args(method, "cpu", **{**TINY_FLAGS, **changes})

@@ -36,7 +36,6 @@ TINY = {
     **{"wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4, "replay_rollouts": 2},
     **{"imagination_horizon": 4, "trust_exact_match": 0.0, "num_simulations": 6, "num_trees": 2, "num_pictures": 0},
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_args(script=hop, **changes):

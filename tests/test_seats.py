@@ -25,7 +25,6 @@ from stag_hunt_env import (
     seats_table,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = StagHuntConfig(height=3, width=5, num_players=3, num_stags=2, num_hares=2, final_time=6)
 TWO_TABLES = [["learner", "mixed", "learner"], ["nearest_hare", "learner", "switching"]]
 

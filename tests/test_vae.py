@@ -14,7 +14,6 @@ import pretrain_vae as vae
 from stag_hunt_env import STAY, StagHuntEnv
 from stag_hunt_env import StagHuntConfig as Config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PLAYERS = "nearest_hare,random,nearest_stag"  # not in the order of PLAYER_PROBS
 every_case = pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
 both_kinds = pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])

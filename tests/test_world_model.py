@@ -12,7 +12,6 @@ import pretrain_world_model as wm
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, STAY, StagHuntEnv
 from stag_hunt_env import StagHuntConfig as Config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PLAYERS = "random,nearest_stag,nearest_hare"
 every_case = pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
 both_heads = pytest.mark.parametrize("head", ["structured", "pixel"])
