@@ -891,6 +891,41 @@ def normalised(rows: list[dict], references: list[dict], sets: str) -> dict[str,
     return found
 
 
+COMPARED = {  # section: run, mode of evaluation/adapt.py, and from which run's and mode's return it differs
+    "7": [
+        ("HOP+", "learning", "PPO, mixed", "learning"),
+        ("HOP+, 8x8", "learning", "PPO, mixed, 8x8", "learning"),
+        ("HOP+, 8x8", "learning", "HOP+, 8x8", "frozen"),
+        ("HOP+", "search", "HOP+", "frozen"),
+        ("HOP+, 8x8", "search", "HOP+, 8x8", "frozen"),
+        ("HOP+ MCTS", "search", "HOP+ MCTS", "frozen"),
+        *(("HOP+", mode, f"HOP+, {less}", mode)
+          for less in ("no memory", "policy without subgoals") for mode in ("frozen", "learning")),
+    ],
+}  # fmt: skip
+
+
+def print_differences(args: Args, number: str) -> None:
+    """What one learner earns more than another beside the same players, seed by seed"""
+    rows = read(args, number, "_adaptation_repetitions")
+    for run, mode, base, base_mode in COMPARED.get(number, ()):
+        returns = {}  # of each set, learner and seed, in all its repetitions
+        for row in rows:
+            for name, key in ((run, mode), (base, base_mode)):
+                if row["run"] == name and row.get(key):
+                    label = row["co_players"], f"{name} {key}", row["seed"]
+                    returns.setdefault(label, []).append(float(row[key]))
+        means = [(*label, np.mean(values)) for label, values in returns.items()]
+        found = {}
+        for players in dict.fromkeys(label[0] for label in means):
+            table = [{"run": m[1], "seed": m[2], "return": m[3]} for m in means if m[0] == players]
+            difference = paired(table, f"{run} {mode}", f"{base} {base_mode}")
+            if difference is not None:
+                found[players] = plus_minus(difference)
+        if found:
+            print(f"{run} {mode} minus {base} {base_mode}: " + ", ".join(f"{k} {v}" for k, v in found.items()))
+
+
 def adaptation(axis, found: dict[str, dict[str, float]], _: str) -> None:
     players = list(dict.fromkeys(p for row in found.values() for p in row))
     table = np.array([[row.get(p, np.nan) for p in players] for row in found.values()])
@@ -974,6 +1009,7 @@ def draw(args: Args, number: str) -> None:
     for found in scores.values():
         for run, row in found.items():
             print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in row.items()))
+    print_differences(args, number)
 
 
 def main_patched(args: Args) -> None:

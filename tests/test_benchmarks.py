@@ -413,6 +413,21 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys):
     assert drawn == {f"section_{name}" for name in published}
 
 
+def test_learners_are_compared_seed_by_seed(tmp_path, capsys):
+    """Two repetitions of each of two seeds: differences of 1 and 2, whatever the seeds themselves earn"""
+    rows = []
+    for run, seed, returns in (
+        ("HOP+", 1, (4, 6)),
+        ("HOP+", 2, (11, 13)),
+        ("PPO, mixed", 1, (3, 5)),
+        ("PPO, mixed", 2, (9, 11)),
+    ):
+        rows += [{"run": run, "co_players": "3 NS", "seed": seed, "learning": r, "frozen": ""} for r in returns]
+    experiments.write(tmp_path / "data" / "section_7_adaptation_repetitions.csv", rows)
+    experiments.print_differences(experiments.Args(docs=str(tmp_path)), "7")
+    assert capsys.readouterr().out == "HOP+ learning minus PPO, mixed learning: 3 NS 1.500 ± 6.353\n"
+
+
 def test_losses_are_compared_at_equal_returns():
     pairs = (0.9, 1), (1.0, 3), (1.2, 5), (2.9, 7), (0.1, 99)
     rows = [{"run": "x", "return": str(r), "value_real": str(v)} for r, v in pairs]
