@@ -54,7 +54,7 @@ GROWTH = {  # what grows: (script, flags, values)
     "players": ("ppo", "--num-players", {"cuda": (2, 4, 6), "cpu": (2, 4, 6)}),
     "seeds": ("ppo", "--num-seeds", {"cuda": (1, 4, 16), "cpu": (1, 2, 4)}),
     "imagination horizon": ("ppo", "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
-    "simulations": ("mcts", "--num-simulations", {"cuda": (4, 16, 32), "cpu": (4, 8, 16)}),
+    "simulations": ("mcts", "--num-simulations", {"cuda": (4, 16), "cpu": (4, 8, 16)}),
 }
 
 
@@ -87,7 +87,7 @@ def median_seconds(function, repeats: int, device) -> float:
     return statistics.median(times[3:])
 
 
-def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
+def measure(script, flags: str, repeats: int, device, profiled: bool) -> dict[str, float | str]:
     args = script.parse_args([*flags.split(), "--device", device.type])
     args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
     config = script.validate(args)
@@ -146,7 +146,9 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     row |= {"iteration_ms": 1000 * full, "ready_s": ready}
     row |= {f"{name[5:]}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
     if device.type == "cuda":
-        row |= {"busy": busy(train) / cycle / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if device.type == "cuda" and profiled:
+        row["busy"] = busy(train) / cycle / full
     return row
 
 
@@ -184,7 +186,7 @@ def main(args: Args) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():
         row = {"case": case, "script": script, "flags": flags, "machine": name, "torch": torch.__version__}
-        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
+        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device, args.cases == "docs")
         rows.append(row)
         stages = [
             f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005
@@ -193,7 +195,8 @@ def main(args: Args) -> list[dict]:
               f"({row['iteration_ms']:.2f} ms an iteration: {', '.join(stages)}); game and policy "
               f"{row['game_and_policy_env_steps_per_s']:,.0f}, "
               f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
-              + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
+              + (f"; {row['peak_gib']:.2f} GiB" if "peak_gib" in row else "")
+              + (f", busy {row['busy']:.0%}" if "busy" in row else "")
               + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
         names = list(dict.fromkeys(key for found in rows for key in found))
         with open(folder / f"{args.cases if args.flags is None else 'own'}.csv", "w", newline="") as file:
@@ -214,7 +217,9 @@ def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> 
 
     plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
     times = {row["case"]: row["iteration_ms"] for row in rows}
-    shown = {what: values for what, values in series.items() if f"{what} {values[-1]}" in times}
+    shown = {what: values for what, values in series.items() if all(f"{what} {value}" in times for value in values)}
+    if not shown:
+        return
     figure, axes = plt.subplots(1, len(shown), figsize=(0.6 + 2.3 * len(shown), 2.6), sharey=True, squeeze=False)
     for axis, (what, values) in zip(axes[0], shown.items(), strict=True):
         own = [times[f"{what} {value}"] for value in values]

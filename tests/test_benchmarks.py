@@ -75,6 +75,12 @@ def test_growth(only, series, tmp_path, monkeypatch):
     assert all(float(line["iteration_ms"]) == float(line["case"].split()[-1]) for line in lines)
 
 
+def test_a_part_of_a_series_is_not_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda *_: dict.fromkeys(MEASURED, 1.0))
+    (row,) = speed.main(speed.Args(cases="growth", only="seeds 4", device="cpu", folder=str(tmp_path)))
+    assert row["case"] == "seeds 4" and not (tmp_path / "growth.png").exists()
+
+
 def test_a_case_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match=r"--only POP: no case begins so; there are PPO, defaults, HOP\+, defaults"):
         speed.main(speed.Args(only="POP", device="cpu", folder=str(tmp_path)))
@@ -411,6 +417,21 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys):
     assert "| HOP+, few steps | 5 |" in said
     drawn = {path.stem for path in (tmp_path / "results").glob("section_*.png")}
     assert drawn == {f"section_{name}" for name in published}
+
+
+def test_every_published_run_has_the_flags_of_its_experiment():
+    """In any order; --kl-coef is about inferred subgoals, so it does not matter where the policy is told"""
+    for name, (_, runs, _) in experiments.SECTIONS.items():
+        path = Path(experiments.ROOT) / f"docs/data/section_{name}.csv"
+        flags = {row["run"]: row["flags"] for row in csv.DictReader(path.open())}
+        assert list(flags) == list(runs)
+        for label, run in runs.items():
+            told = label in ("posterior", "told")
+            found, wanted = (
+                sorted((words.replace(" --kl-coef 0.01", "") if told else words).split())
+                for words in (flags[label], f"{run.script} {run.flags}")
+            )
+            assert found == wanted, (name, label)
 
 
 def test_learners_are_compared_seed_by_seed(tmp_path, capsys):
