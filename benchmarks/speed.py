@@ -87,7 +87,7 @@ def median_seconds(function, repeats: int, device) -> float:
     return statistics.median(times[3:])
 
 
-def measure(script, flags: str, repeats: int, device, profiled: bool) -> dict[str, float | str]:
+def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     args = script.parse_args([*flags.split(), "--device", device.type])
     args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
     config = script.validate(args)
@@ -146,9 +146,7 @@ def measure(script, flags: str, repeats: int, device, profiled: bool) -> dict[st
     row |= {"iteration_ms": 1000 * full, "ready_s": ready}
     row |= {f"{name[5:]}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
     if device.type == "cuda":
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if device.type == "cuda" and profiled:
-        row["busy"] = busy(train) / cycle / full
+        row |= {"busy": busy(train) / cycle / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     return row
 
 
@@ -186,7 +184,7 @@ def main(args: Args) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():
         row = {"case": case, "script": script, "flags": flags, "machine": name, "torch": torch.__version__}
-        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device, args.cases == "docs")
+        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
         rows.append(row)
         stages = [
             f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005
@@ -195,8 +193,7 @@ def main(args: Args) -> list[dict]:
               f"({row['iteration_ms']:.2f} ms an iteration: {', '.join(stages)}); game and policy "
               f"{row['game_and_policy_env_steps_per_s']:,.0f}, "
               f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
-              + (f"; {row['peak_gib']:.2f} GiB" if "peak_gib" in row else "")
-              + (f", busy {row['busy']:.0%}" if "busy" in row else "")
+              + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
               + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
         names = list(dict.fromkeys(key for found in rows for key in found))
         with open(folder / f"{args.cases if args.flags is None else 'own'}.csv", "w", newline="") as file:
