@@ -203,6 +203,17 @@ def test_a_worked_example():
     assert found == [([1, 2], [0, 0], [False]), ([1, 1], [0, 0], [False]), ([1, 1], [5, 5], [True])]
 
 
+def test_payoffs_say_what_paid_them():
+    """Of equal payoffs, the one that comes with less: nothing before a hare before a stag"""
+    two = {"num_players": 2, "num_hares": 1}
+    assert Config(**two).payoffs() == {0.0: "none", 0.5: "hare", 1.0: "hare", 5.0: "stag"}
+    assert Config(**two, hare_reward=5.0).payoffs() == {0.0: "none", 2.5: "hare", 5.0: "hare"}
+    assert Config(**two, hare_reward=0.0, stag_reward=4.0).payoffs() == {0.0: "none", 2.0: "stag"}
+    assert Config(**two, time_reward=-0.5).payoffs() == {-0.5: "none", 0.0: "hare", 0.5: "hare", 4.5: "stag"}
+    stags_as_hares = Config(num_players=2, num_hares=2, prosocial=True, stag_reward=2.0)
+    assert stags_as_hares.payoffs() == {0.0: "none", 0.5: "hare", 1.0: "hare", 1.5: "stag", 2.0: "stag"}
+
+
 def test_every_setting_is_covered():
     configs = list(CONFIGS.values())
     assert {c.num_players for c in configs} == set(range(2, 9))
