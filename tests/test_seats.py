@@ -193,13 +193,18 @@ def test_a_mixed_seat_is_drawn_anew_only_between_games(redraw, prob):
     mixed = torch.tensor([[name == "mixed" for name in table] for table in tables]).repeat_interleave(100, 0)
     assert chi_square_p(torch.bincount(seats.kinds[mixed], minlength=3)) > 1e-3
     pairs = torch.zeros(3, 3)  # who sat there before and after the end of a game
+    neighbours = torch.zeros(2, 2)  # whether the two mixed seats of a game changed with its end
     for step in play(env, seats, 40):
         ended = mixed & step.done[:, None]
         assert torch.equal(step.kinds[~ended], step.next_kinds[~ended]), "swapped in the middle of a game"
         assert (step.kinds[:100, 0] == LEARNER).all() and (step.kinds[100:, 1] == LEARNER).all()
         assert (step.kinds[100:, 0] == 0).all()
         pairs += torch.bincount(3 * step.kinds[ended] + step.next_kinds[ended], minlength=9).view(3, 3)
+        one, other = (step.kinds != step.next_kinds)[:100, 1:][step.done[:100]].long().unbind(1)
+        neighbours += torch.bincount(2 * one + other, minlength=4).view(2, 2)
     assert pairs.sum() > 1500
+    changed = torch.tensor([1 - prob * 2 / 3, prob * 2 / 3])
+    assert prob == 0 or chi_square_p(neighbours.flatten(), changed.outer(changed).flatten()) > 1e-3, "each for itself"
     for old in range(3):
         expected = torch.full((3,), prob / 3)
         expected[old] += 1 - prob
