@@ -408,3 +408,19 @@ def test_a_player_may_be_added(monkeypatch):
     before = list(env.parallel_env.game.position)
     env.step(4)
     assert env.parallel_env.game.position == before
+
+
+@pytest.mark.parametrize("learner", [1, 2])
+def test_masks_are_those_of_the_learners_seat(learner):
+    seats = ["learner" if seat == learner else "random" for seat in range(3)]
+    env = StagHuntGymEnv(height=3, width=3, num_players=3, num_hares=2, seats=seats)
+    of_seat_0 = 0
+    for seed in range(10):
+        (observation, _), over = env.reset(seed=seed), False
+        while not over:
+            mask = env.action_masks()
+            assert mask.tolist() == observation["action_mask"].astype(bool).tolist()
+            first = env.parallel_env.core.legal_actions(env.parallel_env._batch())[0, 0]
+            of_seat_0 += mask.tolist() == first.tolist()
+            observation, _, over, _, _ = env.step(4)
+    assert of_seat_0 < 200, "seat 0 may do other things"
