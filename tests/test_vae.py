@@ -102,12 +102,14 @@ def test_trajectories_are_those_of_the_plain_game(config):
 
 
 def test_training_and_held_out_games_differ():
-    args = small_args(num_samples=500, held_out_games=40)
+    args = small_args(num_samples=500, held_out_games=40, population="nearest_hare")
     train, held_out = vae.collect_trajectories(args, args.config, 1, "cpu")
     other = vae.collect_trajectories(args, args.config, 2, "cpu")[0]
     assert 500 <= int(train.acted.sum()) < 500 + args.config.final_time and len(held_out.acted) == 40 * 4
     starts = [{tuple(row) for row in part.entities[:, 0].tolist()} for part in (train, held_out, other)]
     assert not starts[0] & starts[1] and not starts[0] & starts[2]
+    for part in (train, held_out):
+        assert not (part.joint[..., 0][part.acted] == STAY).any(), "there is a hare for everybody, and all go for it"
 
 
 def test_batches_hold_each_sample_once_and_what_belongs_to_it():
@@ -279,6 +281,69 @@ def test_history_adds_up_the_events_so_far():
         assert not before.any(), "of earlier games nothing is known"
 
 
+class Recorded:
+    """A network that keeps the boards that it was asked about"""
+
+    def __init__(self, network):
+        self.network, self.seen = network, []
+
+    def __call__(self, *inputs, method="forward"):
+        if method == "forward":
+            self.seen.append(inputs[0])
+        return self.network(*inputs, method=method)
+
+
+def untrained_epoch(args, config, data, epoch):
+    """An epoch with steps too small to matter -> losses, boards seen [n, N + P]"""
+    models = random_models(args, config)
+    optimizer, models["prior"] = torch.optim.Adam(all_parameters(models), fused=True), Recorded(models["prior"])
+    losses = vae.train_epoch(args, config, models, optimizer, data, epoch)
+    return losses, torch.cat(models["prior"].seen, 1)[0]
+
+
+def in_order(boards):
+    return sorted(map(tuple, boards.tolist()))
+
+
+def test_every_epoch_shows_all_samples_once_in_an_order_of_its_own():
+    config, tiny = PRETRAINING_CASES["two players"], {"learning_rate": 1e-30, "batch_size": 32}
+    data = played(config, 40)
+    all_boards = in_order(data.entities[data.acted])
+    args = small_args(**tiny, augment=False)
+    (_, first), (_, second), (_, again) = (untrained_epoch(args, config, data, epoch) for epoch in (0, 1, 0))
+    assert in_order(first) == in_order(second) == all_boards
+    assert (first != second).any(1).float().mean() > 0.8 and torch.equal(first, again)
+    cells, _ = vae.symmetries(config, "cpu")
+
+    def turned_alike(boards):  # each in the one of its symmetries that comes first
+        return sorted(min(tuple(to[board].tolist()) for to in cells) for board in boards.long())
+
+    _, turned = untrained_epoch(small_args(**tiny, augment=True), config, data, 0)
+    _, otherwise = untrained_epoch(small_args(**tiny, augment=True), config, data, 1)
+    assert turned_alike(turned) == turned_alike(data.entities[data.acted])
+    unchanged = set(all_boards)
+    assert 0.1 < np.mean([tuple(board) in unchanged for board in turned.tolist()]) < 0.5, "one symmetry in four"
+    assert in_order(turned) != in_order(otherwise)
+
+
+def test_the_losses_of_an_epoch_are_means_over_all_its_samples():
+    config = PRETRAINING_CASES["two players"]
+    data = played(config, 40)
+    args = small_args(learning_rate=1e-30, batch_size=72, augment=False)  # 80 trajectories: the last batch is small
+    losses, _ = untrained_epoch(args, config, data, 0)
+    batch = whole_batch(config, data)
+    with torch.no_grad():
+        expected = vae.vae_losses(args, config, random_models(args, config), batch, make_noise(args, batch))
+    without_noise = ("kl_vae", "kl_cvae")
+    for name in without_noise:
+        assert losses[name] == pytest.approx(expected[name].tolist(), rel=1e-4)
+    args = small_args(learning_rate=1e-30, batch_size=80, augment=False)  # one batch: the order plays no part
+    first, second = (untrained_epoch(args, config, data, epoch)[0] for epoch in (0, 1))
+    for name in first.keys() - {"total"}:
+        same = first[name] == pytest.approx(second[name], rel=1e-5)
+        assert same == (name in without_noise), "each epoch draws its own subgoals"
+
+
 def trained_tables(args, config, data, held_out):
     models = vae.make_models(args, config, [1], torch.device("cpu"))
     optimizer = torch.optim.Adam(all_parameters(models), fused=True)
@@ -315,7 +380,13 @@ def test_predictions_are_distributions_over_legal_actions():
     assert (probs[:, 0][:, acted][:, ~data.legal[0][acted]] < 1e-6).all()
     assert torch.equal(probs[2], data.bayes) and torch.equal(probs[3], data.known)
     assert goals.shape == (2, *data.acted.shape, 4) and goals[:, 0][:, acted].abs().sum() > 0
-    (table,), _ = vae.measure(args, config, models, data)
+    (table,), (drawn,) = vae.measure(args, config, models, data)
+    for name, predicted in zip(vae.PREDICTORS, probs[:, 0], strict=True):
+        for t in range(config.final_time):
+            rows = acted[:, t].nonzero()[:, 0].tolist()
+            right = sum(int(predicted[r, t].argmax() == data.joint[0, r, t, 0]) for r in rows)
+            if rows and name in vae.PREDICTORS[2:]:  # in the others there is noise
+                assert drawn[name]["by_step"][t] == pytest.approx(right / len(rows))
     own = data.known[0][acted].gather(1, data.joint[0, ..., :1][acted].long())
     assert table["ceiling: kind known"]["nll"] == pytest.approx(-float(own.log().mean()), abs=1e-4)
     assert (
@@ -370,6 +441,18 @@ def test_probe_reads_what_is_there_and_nothing_else():
     ):
         right = vae.probe(goals[:150], prey[:150], weight[:150], test[150:], prey[150:])
         assert low < float(right.float().mean()) <= high
+
+
+def test_the_probe_never_sees_what_it_is_tested_on():
+    """Fitted to games that all end with a stag, it is always wrong where all end with a hare"""
+    config, args = PRETRAINING_CASES["two players"], small_args()
+    train, held_out, models = played(config, 8, 1), played(config, 8, 2), random_models(args, config)
+    stags, hares = (data._replace(prey=torch.full_like(data.prey, k)) for k, data in ((1, train), (2, held_out)))
+    for tested, expected in ((hares, 0.0), (held_out._replace(prey=stags.prey), 1.0)):
+        (table,), (drawn,) = vae.measure(args, config, models, tested, stags)
+        for name in vae.PREDICTORS[:2]:
+            assert table[name]["probe_accuracy"] == expected
+            assert set(drawn[name]["probe_by_step"][:3]) == {expected}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
