@@ -70,6 +70,60 @@ def test_transitions_are_those_of_the_plain_game(config):
     assert not torch.equal(seats[games.acted][None], plain.joint), "and actions in the order of the seats"
 
 
+def test_training_and_held_out_games_differ():
+    config = PRETRAINING_CASES["two players"]  # with a hare for each player
+    args = small_args(num_transitions=500, held_out_games=40, population="nearest_hare")
+    train, held_out = wm.collect_games(args, config, 1, "cpu")
+    other = wm.collect_games(args, config, 2, "cpu")[0]
+    assert int(train.acted.sum()) >= 500 and len(held_out.acted) == 40
+    starts = [{tuple(board) for board in part.boards[:, 0, 0].flatten(1).tolist()} for part in (train, held_out, other)]
+    common = [len(starts[0] & part) / len(part) for part in starts[1:]]
+    assert max(common) < 0.2, "on this board two deals are sometimes alike"
+    for part in (train, held_out):
+        assert not (part.joint[..., 0][part.acted] == STAY).any(), "all go for the hares"
+
+
+class Recorded:
+    """Models that keep the transitions that they learn from"""
+
+    def __init__(self, world):
+        self.world, self.seen = world, []
+
+    def __len__(self):
+        return len(self.world)
+
+    def __call__(self, *batch, method):
+        self.seen.append(batch)
+        return self.world(*batch, method=method)
+
+
+def test_every_update_draws_from_all_data_of_its_own_seed():
+    config = PRETRAINING_CASES["two players"]
+    data = wm.make_dataset([played(config, 30, seed) for seed in (1, 2)], 200)
+    data = data._replace(reward=torch.arange(200.0) + torch.tensor([[0.0], [1000.0]]))  # says which transition it is
+    args = small_args(batch_size=128, num_updates=16, learning_rate=1e-30)
+
+    def drawn(first, last, seed=1):
+        """[updates, 2, 128] numbers of the transitions"""
+        world = Recorded(make_model(config, (1, 2)))
+        optimizer = torch.optim.Adam(world.world.parameters())
+        wm.train(dataclasses.replace(args, seed=seed), world, optimizer, data, first, last)
+        for board, joint, next_board, number in world.seen:
+            model, row = number.long() // 1000, number.long() % 1000
+            for ours, kept in zip((board, joint, next_board), data[:3], strict=True):
+                assert torch.equal(ours, kept[model, row])
+        return torch.stack([batch[3] for batch in world.seen])
+
+    early, late = drawn(0, 8), drawn(8, 16)
+    for numbers in (early, late):
+        assert (numbers[:, 0] < 1000).all() and (numbers[:, 1] >= 1000).all(), "each model has its own games"
+        assert len({tuple(batch) for batch in numbers.flatten(0, 1).tolist()}) == 16
+        assert len(numbers[:, 0].unique()) > 190
+    assert (early != late).float().mean() > 0.9, "each log interval draws anew"
+    assert torch.equal(early, drawn(0, 8)), "and a resumed run as before"
+    assert (early != drawn(0, 8, seed=2)).float().mean() > 0.9
+
+
 def trained_metrics(config, data, held_out):
     args = small_args(wm_hidden=48, batch_size=128, num_updates=100, learning_rate=1e-2)
     world = wm.make_world_model(args, config, [1], torch.device("cpu"))
@@ -325,6 +379,23 @@ def test_steps_ahead_and_ensembles_against_plain_loops():
     still = float((data.board == data.next_board).flatten(2).all(2).float().mean())
     assert row["exact_match"] == pytest.approx((1 + still) / 2, abs=1e-6) and row["exact_match/20"] < row["exact_match"]
     assert row["disagreement"] == pytest.approx(1 - still, abs=1e-6) and row["exact_match_when_agreed"] == 1.0
+
+
+def test_the_starts_of_a_look_ahead_come_from_all_games():
+    games, shown = played(Config(final_time=25), 20), []
+
+    class Watching:
+        def __len__(self):
+            return 1
+
+        def __call__(self, board, joint, method):
+            shown.append(board[0])
+            return board, torch.zeros(board.shape[:2])
+
+    wm.steps_ahead(Watching(), [games], limit=40)
+    first_half = {tuple(board) for board in games.boards[:10].flatten(0, 2).flatten(1).tolist()}
+    starts = shown[0].flatten(1).tolist()
+    assert len(starts) == 40 and 10 < sum(tuple(board) in first_half for board in starts) < 30
 
 
 def test_events_and_boards():
