@@ -16,6 +16,7 @@ import torch
 from helpers import (
     PRETRAINING_CASES,
     assert_same,
+    chi_square_p,
     games_of,
     lines_of,
     mixed_actions,
@@ -508,16 +509,156 @@ def test_a_bonus_counts_in_the_tree(monkeypatch):
         assert reached.any() and stayed.any() and (tree.stats[:, 1:-1, 1][stayed] >= 9).all()
 
 
-def test_each_tree_has_subgoals_of_its_own_and_their_q_are_averaged():
-    *_, searches = play(make_state(num_trees=3, search_model="env"), 2)
-    for (args, _, _, _, _, _, _, seat, _), (log_probs, _, _, tree), _ in searches:
+@pytest.mark.parametrize("share", [True, False])
+def test_a_payoff_in_the_tree_is_that_of_the_learners_seat(share):
+    """All stand at a stag, and who differs in strength gets another share of it"""
+    strengths, trees, games = (1.0, 2.0, 4.0), 3, 8
+    config = dataclasses.replace(CONFIG, strengths=strengths)
+    flags = {"search_model": "env", "planner": "one-step", "num_trees": trees, "num_envs": games}
+    state = make_state(**flags, share_parameters=share, config=config)
+    for p in state.networks.moa.parameters():
+        p.data.zero_()  # co-players do anything that is legal
+    position, stag = state.env.state.position, state.env.state.prey_position[:, :1]
+    position.copy_(stag.expand_as(position))
+    *_, searches = play(state, 1)
+    tree, pairs = searches[0][1][3], set()
+    for row in range(3 * games * trees):
+        seat = row // (games * trees)
+        node = int(tree.edges[row, 0, 3, HUNT_STAG])
+        joint = tree.position.last_joint[row, node].tolist()
+        party = [strengths[(seat + k) % 3] for k in range(3) if joint[k] == HUNT_STAG]
+        expected = 10 * strengths[seat] / sum(party) if len(party) > 1 else 0.0
+        assert tree.stats[row, node, 1].item() == pytest.approx(expected, abs=1e-5)
+        pairs |= {tuple(party)} if len(party) == 2 else set()
+    assert len(pairs) == 6, "each seat with each other one"
+
+
+SCALES = {  # the game, and its highest payoff without sign
+    "default": (CONFIG, 5.0),
+    "all payoffs negative": (dataclasses.replace(CONFIG, stag_reward=2.0, hare_reward=0.5, time_reward=-4.0), 4.0),
+    "no payoffs": (dataclasses.replace(CONFIG, stag_reward=0.0, hare_reward=0.0), 1.0),
+}
+
+
+def path_length(tree, row, node=0):
+    """Edges walked from this node on, by all simulations together"""
+    visits, _, _, child = tree.edges[row, node].tolist()
+    return sum(visits) + sum(path_length(tree, row, int(to)) for to in child if to)
+
+
+@pytest.mark.parametrize(("config", "scale"), SCALES.values(), ids=SCALES)
+def test_each_tree_has_subgoals_of_its_own_and_their_q_are_averaged(config, scale):
+    *_, searches = play(make_state(num_trees=3, search_model="env", config=config), 2)
+    for (args, _, _, _, _, _, _, seat, _), (log_probs, _, stats, tree), _ in searches:
         opponents = tree.opponent_probs[:, 0].unflatten(0, (-1, 3))
         assert (opponents[:, 0] != opponents[:, 1]).any() and (opponents[:, 0] != opponents[:, 2]).any()
         edges, value = tree.edges[:, 0], tree.stats[:, 0, :1]
         q = hop.completed_q(edges[:, 0], edges[:, 1], edges[:, 2], value).unflatten(0, (-1, 3)).mean(1)
-        expected = (args.q_temperature * q / 5 + edges[::3, 2]).masked_fill(edges[::3, 2] < -1e8, -1e9).log_softmax(1)
+        own, legal = edges[::3, 2], edges[::3, 2] > hop.ILLEGAL / 2
+        expected = (args.q_temperature * q / scale + own).masked_fill(~legal, -1e9).log_softmax(1)
         searched = tree.stats[::3, 0, 2] == 0
-        torch.testing.assert_close(log_probs.view(seat.numel(), -1)[searched], expected[searched])
+        improved = log_probs.view(seat.numel(), -1)
+        torch.testing.assert_close(improved[searched], expected[searched])
+        gain, kl, depth = stats.view(-1, 3).T
+        surplus = improved.exp() - own.exp()
+        torch.testing.assert_close(gain, (surplus * q).sum(1))
+        ratio = torch.where(legal, improved - own, 0.0).clamp(-50, 50)
+        torch.testing.assert_close(kl, (improved.exp() * ratio).sum(1))
+        lengths = [path_length(tree, row) / args.num_simulations for row in range(len(tree.edges))]
+        torch.testing.assert_close(depth, torch.tensor(lengths).view(-1, 3).mean(1))
+
+
+CO_PLAYERS = {  # how co-players' subgoals come about
+    "continuous": {},
+    "discrete": {"goal_kind": "discrete", "goal_dim": 3},
+    "in the tree": {"infer_in_tree": True},
+    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,learner"},
+    "hop": {"method": "hop"},
+}
+NUM_TREES = 800
+
+
+@functools.cache
+def many_trees(name):
+    """A decision of the middle of a game, with many trees of two simulations -> what plan_actions was given, Tree"""
+    state = make_state(num_envs=3, **{"search_model": "env", **CO_PLAYERS[name]})
+    with torch.no_grad():
+        for p in (*state.networks.inference.parameters(), *state.networks.moa.parameters()):
+            p.mul_(2)  # else the subgoals of different co-players lead to much the same
+    *_, searches = play(state, 3)
+    args, *given, _ = searches[-1][0]
+    args = dataclasses.replace(args, num_trees=NUM_TREES, num_simulations=2)
+    torch.manual_seed(1)
+    return (args, *given), hop.plan_actions(args, *given, silent)[3]
+
+
+@pytest.mark.parametrize("name", CO_PLAYERS)
+def test_each_co_player_pursues_its_own_subgoal(name):
+    """What the search expects of a co-player at the root: MOA, averaged over the subgoals inferred of that co-player"""
+    (args, env, networks, position, prey, oracle_id, belief, _), tree = many_trees(name)
+    m, games, k = belief.present.shape
+    ours = tree.opponent_probs[:, 0].unflatten(0, (m, games, NUM_TREES)).mean(2)
+    views = hop.entity_views(args, env, position.board, prey)
+    params = belief.params.unflatten(1, (games, k))
+    expected = torch.zeros(k, *ours.shape)  # [whose subgoal, M, E, K, A]
+    torch.manual_seed(2)
+    for whose, j in itertools.product(range(k), range(k)):
+        noise = hop.goal_noise(args, m, games, NUM_TREES, device=CPU)
+        goals = hop.sample_goal(args.goal_kind, params[:, :, whose, None], noise)
+        if args.subgoals == "posterior":
+            goals = oracle_id[:, :, whose, None]
+        draws = goals.shape[2]
+        entities, walls, legal = (x[:, :, 1 + j].repeat_interleave(draws, 1) for x in views)
+        clock = (position.time / env.config.final_time).repeat_interleave(draws, 1)
+        said = networks.moa(entities, walls, clock, goals.flatten(1, 2), legal).detach().exp()
+        expected[whose, :, :, j] = said.unflatten(1, (games, draws)).mean(2)
+    own = torch.stack([expected[j, :, :, j] for j in range(k)], 2)
+    other = torch.stack([expected[1 - j, :, :, j] for j in range(k)], 2)
+    assert (own - other).abs().amax() > 0.3, "another's subgoal would be noticed"
+    torch.testing.assert_close(ours, own, atol=0.1, rtol=0)
+
+
+def test_co_players_draw_their_actions_independently():
+    """Of each other, in each simulation, tree and decision"""
+    (_, _, _, _, _, _, belief, _), tree = many_trees("discrete")
+    places = []
+    for node in (1, 2):
+        parent = (tree.edges[:, :, 3] == node).any(2).int().argmax(1)
+        probs = tree.opponent_probs[torch.arange(len(parent)), parent]  # [T, K, A]
+        action = tree.position.last_joint[:, node, 1:, None]
+        below = probs.cumsum(2).gather(2, action) - probs.gather(2, action) / 2  # in the middle of its stretch
+        places.append((below[..., 0] - 0.5).unflatten(0, (*belief.present.shape[:2], NUM_TREES)))
+    first, second = places  # [M, E, trees, K], each with mean 0, whatever was drawn elsewhere
+    searched = (tree.stats[:, 0, 2] == 0).unflatten(0, first.shape[:3])[..., None] & belief.present[:, :, None]
+    pairs = {
+        "co-players": (first[..., 0], first[..., 1], searched.all(3)),
+        "simulations": (first, second, searched),
+        "trees": (first, first.roll(1, 2), searched),
+        "games": (first, first.roll(1, 1), searched & searched.roll(1, 1)),
+        "learners": (first, first.roll(1, 0), searched & searched.roll(1, 0)),
+    }
+    assert first[searched].std() > 0.15
+    for name, (one, other, counts) in pairs.items():
+        one, other = one[counts], other[counts]
+        correlation = (one * other).mean() / (one.square().mean() * other.square().mean()).sqrt()
+        assert counts.sum() > 1000 and correlation.abs() < 0.1, (name, correlation)
+
+
+def test_gumbel_noise_belongs_to_the_decision():
+    """All its trees have the same, drawn so that the first action follows the policy; each decision has its own"""
+    state = make_state(num_envs=500, root="gumbel", num_trees=2, num_simulations=1, search_model="env")
+    *_, searches = play(state, 1)
+    tree = searches[0][1][3]
+    first = tree.position.last_joint[:, 1, 0].view(-1, 2)
+    assert torch.equal(first[:, 0], first[:, 1])
+    probs, order = tree.edges[::2, 0, 2].exp().sort(dim=1, descending=True)
+    rank = (order == first[:, :1]).int().argmax(1)
+    expected = probs.sum(0)
+    counts = torch.bincount(rank, minlength=NUM_ACTIONS)
+    rare = expected < 20
+    expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
+    counts = torch.cat([counts[~rare], counts[rare].sum(0, keepdim=True)])
+    assert chi_square_p(counts, expected) > 1e-3 and expected.max() < 0.6 * len(rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
