@@ -16,7 +16,19 @@ from helpers import (
     same_tree,
     seeded,
 )
-from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded, views
+from tiny_hopplus import (
+    CPU,
+    enlarge_moa,
+    infer,
+    make_args,
+    make_state,
+    one_step,
+    play,
+    read_inputs,
+    recorded,
+    views,
+    watch_networks,
+)
 from torch import nn
 
 import hopplus_ppo as hop
@@ -103,6 +115,22 @@ def test_stacked_networks_are_the_networks_alone():
             sum(x[1].sum() for x in floats).backward()
             grads = [p.grad for p in stacked.parameters() if p.grad is not None]
             assert any(grad[1].any() for grad in grads) and not any(grad[[0, 2]].any() for grad in grads), name
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    """No two learners begin alike, nor do the models of two seeds; a seed's are the same beside others."""
+    both, second = make_state(num_seeds=2), make_state(seed=2)
+    for name, stacked in both.networks._asdict().items():
+        for key, p in stacked.params.items():
+            own = getattr(second.networks, name).params[key]
+            assert torch.equal(p[-len(own) :], own), (name, key)
+            assert not p.any() or len(p.flatten(1).unique(dim=0)) == len(p), f"two learners begin alike: {name} {key}"
+    watched = make_state(num_seeds=2, watch=True, share_parameters=True).networks
+    for name in ("prior", "inference", "moa", "world"):
+        for key, p in getattr(watched, name).params.items():
+            assert not p.any() or (p[0] != p[1]).any(), f"two seeds are pretrained alike: {name} {key}"
+    games = both.env.observe(both.env.state).unflatten(0, (2, -1))
+    assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
 
 
 def test_a_long_batch_may_be_split(monkeypatch):
@@ -351,6 +379,19 @@ def test_the_posterior_is_that_of_the_seats_in_ego_order():
     assert expected[-1].amax(2).mean() > 0.6, "something was learned about them"
     assert torch.equal(w.oracle_id[0, ..., :3], expected) and not w.oracle_id[..., 3:].any()
     assert torch.equal(out["goals"][0], w.oracle_id[0].flatten(2))
+
+
+@pytest.mark.parametrize("prob", [0.0, 0.25, 1.0])
+def test_the_posterior_too_is_reset_after_some_games(prob):
+    """Else a policy that reads it never meets strangers in training"""
+    changes = {"seats": "learner,mixed,mixed", "redraw": "never", "imagination": False, "num_envs": 128}
+    state = make_state(subgoals="posterior", history_reset_prob=prob, **changes)
+    w, out, _ = play(state, 14)
+    unknown = (out["goals"].unflatten(3, (2, -1))[..., :3] - 1 / 3).abs().amax((3, 4)) < 1e-5  # [M, T, E]
+    starts = w.time == 0
+    assert unknown[:, 0].all() and starts[:, 1:].sum() > 200
+    share = unknown[:, 1:][starts[:, 1:]].float().mean()
+    assert share == pytest.approx(prob, abs=0.0 if prob in (0, 1) else 0.08)
 
 
 @pytest.mark.parametrize("subgoals", ["posterior", "oracle"])
@@ -733,6 +774,20 @@ def test_rule_based_games_are_new_and_seen_with_the_present_networks():
     assert all((a != b).any() for a, b in itertools.combinations(boards, 2))
 
 
+@pytest.mark.parametrize("belief", [False, True])
+def test_watched_players_stay_if_they_are_remembered(belief):
+    """Else a history would be of somebody else"""
+    state = make_state("ppo-omg", inter_episode_belief=belief, num_envs=32)
+    pretraining = make_state("ppo-omg", watch=True, inter_episode_belief=belief, num_envs=16)
+    for watched in (state.offline, pretraining):
+        first, changed = watched.seats.kinds.clone(), torch.zeros_like(watched.seats.kinds, dtype=torch.bool)
+        for _ in range(2):
+            hop.watch_rule_based(watched)
+            changed |= watched.seats.kinds != first
+        assert watched.replay.data.done[0].any(1).all(), "every game ended"
+        assert not changed.any() if belief else changed.float().mean() > 0.5
+
+
 def model_losses(state, windows, eps=0.0, **changes):
     args = dataclasses.replace(state.args, **changes)
     torch.manual_seed(5)
@@ -746,6 +801,7 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
     monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
     state = make_state("ppo-omg", subgoals=subgoals, num_envs=16)
     w, _, _ = play(state, 14)
+    enlarge_moa(state)
     state.networks.moa.params["head.0.weight"].data[..., -state.args.goal_dim :] = (
         0  # which subgoal it reads: no matter
     )
@@ -778,6 +834,25 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
                 first = t + 1
         assert losses[m] == pytest.approx(nll_sum / games, rel=1e-4)
     assert gone > 20 and ignored > 5
+
+
+@pytest.mark.parametrize("subgoals", ["oracle", "posterior"])
+def test_moa_learns_to_read_the_subgoals_that_are_given(subgoals):
+    """Those of the same step and co-player, and nothing of q_phi's"""
+    state = make_state(subgoals=subgoals, seats="learner,mixed,mixed", redraw="never", num_envs=16)
+    w, _, _ = play(state, 14)
+    enlarge_moa(state)
+    (moa,) = watch_networks(state, "moa")
+    losses = model_losses(state, w, torch.tensor(0.5))
+    ((_, (entities, _, clock, goals, _)),) = moa.given
+    cells = views(state, hop.Transitions(*(x.flatten(1, 2) for x in w)))[0][:, :, 1:]
+    assert torch.equal(entities, cells.flatten(1, 2)) and len(w.oracle_id.flatten(0, 3).unique(dim=0)) > 2
+    assert torch.equal(goals, w.oracle_id.flatten(1, 3))
+    assert torch.equal(clock.view(1, 14, 16, 2), (w.time / 6)[..., None].expand(-1, -1, -1, 2))
+    other = model_losses(state, w._replace(oracle_id=w.oracle_id.flip(4)), torch.tensor(0.5))
+    assert (other["moa"] != losses["moa"]).all()
+    losses["moa"].sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in state.networks.inference.parameters())
 
 
 def test_moa_reads_subgoals_of_the_same_game_now_or_earlier(monkeypatch):
@@ -817,6 +892,69 @@ def test_hindsight_is_what_moa_reads_in_a_share_of_its_training(monkeypatch):
         torch.testing.assert_close(losses["loss"], expected)
         q, p = compared[-1]
         assert (p == 7).all() and q.requires_grad and not p.requires_grad, "KL(q_phi || f_psi(s^g)), f_psi stays"
+
+
+@pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
+def test_in_pretraining_f_psi_is_kept_near_a_standard_normal(goal_kind):
+    """Where f_psi says the same of every state, its KL is known; in training there is none."""
+    state, losses = make_state("ppo-omg", goal_kind=goal_kind, num_envs=16), {}
+    w, _, _ = play(state, 14)
+    said = torch.randn_like(state.networks.prior.params["head.bias"])  # [M, parameters]
+    state.networks.prior.params["head.weight"].data.zero_()
+    state.networks.prior.params["head.bias"].data.copy_(said)
+    for pretraining, kl_coef in itertools.product((False, True), (0.0, 0.5)):
+        args = dataclasses.replace(state.args, kl_coef=kl_coef)
+        torch.manual_seed(5)
+        losses[pretraining, kl_coef] = hop.opponent_model_losses(args, state.env, state.networks, w, 0.0, pretraining)
+    if goal_kind == "continuous":
+        q = torch.distributions.Normal(said[:, :4], (0.5 * said[:, 4:]).exp())
+        vae_kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0)).sum(1)
+    else:
+        q = torch.distributions.Categorical(logits=said)
+        vae_kl = torch.distributions.kl_divergence(q, torch.distributions.Categorical(logits=torch.zeros(3, 4)))
+    assert (vae_kl > 0.01).all()
+    for pretraining in (False, True):
+        without, with_kl = losses[pretraining, 0.0], losses[pretraining, 0.5]
+        expected = without["loss"] + 0.5 * (without["kl"] + pretraining * vae_kl)
+        torch.testing.assert_close(with_kl["loss"], expected)
+
+
+def test_training_selects_subgoals_as_asked_and_pretraining_the_last_state():
+    """Under V the candidates have another order than under -V: what is lowest for one is highest for the other."""
+    state, kl = make_state("ppo-omg", num_envs=16), {}
+    w, _, _ = play(state, 14)
+    selections = "conservative", "optimistic", "final"
+    for sign in (1, -1):
+        for selection in selections:
+            kl[selection, sign] = model_losses(state, w, subgoal_selection=selection)["kl"].tolist()
+        for name in ("critic.2.weight", "critic.2.bias"):
+            state.networks.policy.params[name].data.neg_()
+    for one, other in itertools.combinations(selections, 2):
+        assert kl[one, 1] != kl[other, 1], f"{one} and {other}"
+    assert kl["conservative", 1] == kl["optimistic", -1] and kl["conservative", -1] == kl["optimistic", 1]
+    assert kl["final", 1] == kl["final", -1]
+    for selection in selections:
+        args = dataclasses.replace(state.args, subgoal_selection=selection)
+        torch.manual_seed(5)
+        losses = hop.opponent_model_losses(args, state.env, state.networks, w, 0.0, pretraining=True)
+        assert losses["kl"].tolist() == kl["final", 1]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.75, 1.0])
+def test_both_models_learn_from_their_share_of_rule_based_games(ratio):
+    state = make_state(offline_ratio=ratio, num_envs=16)
+    rule_based, _, _ = play(state, state.args.num_steps)
+    marked = rule_based._replace(time=rule_based.time + 100, reward=rule_based.reward + 1000)
+    for _ in range(state.args.replay_rollouts):
+        state.offline.replay.push(marked)
+    moa, world = watch_networks(state, "moa", "world")
+    hop.train_iteration(state, True, True)
+    clocks = [inputs[2] for _, inputs in moa.given]
+    rewards = [inputs[3] for method, inputs in world.given if method == "loss"]
+    assert len(clocks) == state.args.subgoal_updates and len(rewards) == state.args.wm_updates
+    for clock, reward in zip(clocks, rewards, strict=True):
+        assert (clock > 10).float().mean(1).tolist() == [ratio] * 3
+        assert (reward > 900).float().mean(1).tolist() == [ratio] * 3
 
 
 def test_every_learner_trains_on_what_it_saw_and_nobody_is_left_out():

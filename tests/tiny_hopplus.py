@@ -56,6 +56,34 @@ def read_inputs(config, inputs, goal_size=TINY_FLAGS["goal_dim"]):
     return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}
 
 
+class Watched:
+    """A network that also notes what it is given wherever it learns: (method, inputs)"""
+
+    def __init__(self, stacked):
+        self.stacked = stacked
+        self.given = []
+
+    def __call__(self, *inputs, method="forward"):
+        if torch.is_grad_enabled():
+            self.given.append((method, inputs))
+        return self.stacked(*inputs, method=method)
+
+    def __getattr__(self, name):
+        return getattr(self.stacked, name)
+
+
+def watch_networks(state, *names):
+    """-> the networks of these names, each Watched from now on"""
+    watched = {name: Watched(getattr(state.networks, name)) for name in names}
+    state.networks = state.networks._replace(**watched)
+    return tuple(watched.values())
+
+
+def enlarge_moa(state, factor=100.0):
+    """Untrained, it says the same whatever it reads: its head begins with tiny weights."""
+    state.networks.moa.params["head.4.weight"].data.mul_(factor)
+
+
 def recorded(state, function):
     """What function() returns, and what the game saw: [(state before, actions, reward, done, players)], by seat"""
     log, step = [], state.env.step
