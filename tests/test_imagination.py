@@ -12,7 +12,18 @@ from helpers import (
     TINY_CONFIG,
     seeded,
 )
-from tiny_hopplus import CPU, infer, make_args, make_state, one_step, play, read_inputs, recorded, views
+from tiny_hopplus import (
+    CPU,
+    enlarge_moa,
+    infer,
+    make_args,
+    make_state,
+    one_step,
+    play,
+    read_inputs,
+    recorded,
+    views,
+)
 from torch import nn
 
 import hopplus_ppo as hop
@@ -170,17 +181,28 @@ def test_imagined_subgoals_are_inferred_as_real_ones_are(goal_kind):
 
 
 def test_imagined_co_players_are_drawn_from_moa():
+    """Each with a subgoal of its own, drawn from what q_phi says"""
     state = make_state(num_envs=8)
+    enlarge_moa(state, 1000.0)
+    state.networks.inference.params["head.2.bias"].data[..., state.args.goal_dim :] = 3.0  # it is far from certain
     start, _ = starts(state, 8)
-    many = hop.Transitions(*(x[:, :1].expand(-1, 4000, *x.shape[2:]) for x in start))
+    everybody = (start.board[:, :, :3].flatten(3).amax(3) > 0).all(2)  # [M, n]
+    first = everybody.byte().argmax(1, keepdim=True).expand(-1, 4000)
+    many = hop.Transitions(*(x[torch.arange(3)[:, None], first] for x in start))
     belief = infer(state, many, many.history.float())
     torch.manual_seed(1)
     noise = hop.goal_noise(state.args, 3, 8000, device=CPU)
     with torch.no_grad():
-        expected = hop.predict_actions(state.args, state.networks, belief, many.time / 6, noise).exp().mean(1)
+        given = state.args, state.networks, belief, many.time / 6
+        drawn, mean = (hop.predict_actions(*given, x).exp() for x in (noise, torch.zeros_like(noise)))
+    expected = drawn.mean(1)  # [M, K, 7]
+    assert ((expected - mean[:, 0]).abs().amax((1, 2)) > 0.1).all(), "which subgoal it is matters"
     dream = imagined(state, many, torch.ones_like(many.done))
-    found = torch.nn.functional.one_hot(dream["last_joint"][:, 1, :, 1:], 7).float().mean(1)
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    found = torch.nn.functional.one_hot(dream["last_joint"][:, 1, :, 1:], 7).float()
+    torch.testing.assert_close(found.mean(1), expected, atol=0.03, rtol=0)
+    both = torch.einsum("mna,mnb->mab", found[:, :, 0], found[:, :, 1]) / 4000
+    independent = expected[:, 0, :, None] * expected[:, 1, None]
+    torch.testing.assert_close(both, independent, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(("goals", "share"), [("current", 0.0), ("prior", 0.5)])
@@ -208,9 +230,11 @@ def test_goals_of_rule_based_games_need_such_games():
         hop.validate(make_args(imagined_goals="prior", offline_ratio=0.0))
 
 
-@pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])
-def test_imagined_rewards_are_clipped_to_the_payoffs(sign, bound):
-    state = make_state()
+@pytest.mark.parametrize(
+    ("time_reward", "sign", "bound"), [(0.0, 1, 5.0), (0.0, -1, 0.0), (-0.5, 1, 4.5), (-0.5, -1, -0.5)]
+)
+def test_imagined_rewards_are_clipped_to_the_payoffs(time_reward, sign, bound):
+    state = make_state(config=dataclasses.replace(TINY_CONFIG, time_reward=time_reward))
     state.networks.world.network.payoffs.fill_(sign * 1e4)
     start, mask = starts(state)
     assert (imagined(state, start, mask)["reward"] == bound).all()
@@ -249,7 +273,7 @@ def test_imagination_stops_where_the_ensemble_disagrees():
 
 
 def test_the_horizon_is_measured_by_boards_and_payoffs():
-    state = make_state(num_envs=16, trust_exact_match=0.9)
+    state = make_state(num_envs=32, trust_exact_match=0.9)
     state.env.state.time[::4] = 4  # a quarter of the games end on the way
     w = play(state, 8)[0]
 
@@ -261,6 +285,10 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
 
     def wrong_in_the_third_step(board, reward, call):
         return {2: 1 - board, 3: w.next_board[:, 3]}.get(call, board), reward  # what was wrong once counts as wrong
+
+    def without_prey(board, reward, call):
+        board[:, :, 4:] = 0
+        return board, reward
 
     def half_wrong(board, reward, call):
         board[:, ::2] = 1 - board[:, ::2]
@@ -275,6 +303,14 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
     horizon, metrics = measured(wrong_in_the_third_step)
     assert horizon == [2, 2, 2] and metrics["exact_match/2"] == [1, 1, 1] and metrics["exact_match/3"] == [0, 0, 0]
     assert metrics["payoff_match/3"] == [1, 1, 1] and metrics["exact_match/4"] == [0, 0, 0]
+    horizon, metrics = measured(without_prey)  # from its own boards on, where nobody earns anything
+    earned = w.reward[:, :4] != 0
+    counts = hop.learner_mask(TINY_CONFIG, w.board[:, :4]) & (w.done[:, :4].cumsum(1) - w.done[:, :4].int() == 0)
+    right = (~earned | (torch.arange(4) == 0)[:, None]).int().cumprod(1)
+    shares = (right * counts).sum(2) / counts.sum(2)  # [M, 4]
+    for k in range(4):
+        assert metrics[f"payoff_match/{k + 1}"] == pytest.approx(shares[:, k].tolist()), k
+    assert horizon == [0, 0, 0] and (shares[:, 0] == 1).all() and (shares[:, 3] < 1).any()
     horizon, metrics = measured(half_wrong)
     there = hop.learner_mask(TINY_CONFIG, w.board[:, 0])
     expected = there[:, 1::2].sum(1) / there.sum(1)
