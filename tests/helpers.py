@@ -157,6 +157,22 @@ def record_games(env, play, *args):
     return played, SimpleNamespace(states=states, actions=torch.stack(actions, 1))
 
 
+def record_learning_rates(monkeypatch):
+    """-> a list to which each optimiser that makes a step adds a list of the learning rates of its steps"""
+    found, step = [], torch.optim.Adam.step
+    of_optimizer = {}
+
+    def record(optimizer, *given, **named):
+        if optimizer not in of_optimizer:
+            of_optimizer[optimizer] = []
+            found.append(of_optimizer[optimizer])
+        of_optimizer[optimizer].append(float(optimizer.param_groups[0]["lr"]))
+        return step(optimizer, *given, **named)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", record)
+    return found
+
+
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 
 

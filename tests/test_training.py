@@ -1,0 +1,200 @@
+"""hopplus_ppo.py: what each flag changes, the preparation, and what falls in the course of a run"""
+
+import copy
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree
+from test_imagination import TrueWorld
+from tiny_hopplus import make_args, make_state, play, watch_networks
+
+import hopplus_ppo as hop
+from stag_hunt_env import STAY
+
+sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
+
+import adapt
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each flag changes
+
+FAST = {
+    "config": dataclasses.replace(TINY_CONFIG, final_time=3),  # games end within a rollout
+    **{"num_envs": 4, "num_steps": 5, "imagination_horizon": 2, "offline_ratio": 0.0, "learning_rate": 0.03},
+    **{"wm_updates": 1, "subgoal_updates": 1, "num_minibatches": 2, "update_epochs": 2},
+}
+PPO = {
+    **{"seats": "learner,mixed,random", "num_envs": 6, "num_steps": 4, "learning_rate": 0.01, "policy_hidden": 4},
+    **{"update_epochs": 1, "num_minibatches": 1, "gamma": 0.5, "gae_lambda": 0.5, "clip_coef": 1e-3},
+    **{"clip_vloss": True, "ent_coef": 0.5, "vf_coef": 0.1, "max_grad_norm": 1e-3, "share_parameters": True},
+}
+MODELS = {
+    **{"subgoals": "actions", "goal_kind": "discrete", "goal_dim": 3, "subgoal_hidden": 4},
+    **{"subgoal_selection": "optimistic", "subgoal_horizon": 1, "kl_coef": 0.5, "inter_episode_belief": False},
+    **{"memory_discount": 0.1, "history_reset_prob": 1.0, "subgoal_learning_rate": 0.01, "subgoal_updates": 0},
+    **{"subgoal_batch_size": 2},
+}
+IMAGINATION = {
+    **{"wm_hidden": 8, "wm_learning_rate": 0.01, "wm_updates": 0, "wm_batch_size": 8, "imagination": False},
+    **{"imagination_horizon": 1, "trust_exact_match": 1.0, "ppo_real_ratio": 0.8, "critic_data": "mixed"},
+    **{"imagined_weight": 0.2},
+}
+DRAWN = {"population": "random", "redraw": "never"}  # for mixed seats
+ELSEWHERE = {  # tests of whole runs, of the preparation, of a GPU
+    *("exp_name", "method", "seed", "num_seeds", "total_timesteps", "device", "run_dir", "resume", "log_every"),
+    *("num_pictures", "save_seconds", "anneal_lr", "hindsight_eps", "vae_checkpoint", "world_model_checkpoint"),
+    *("pretraining_updates", "pretraining_games", "offline_ratio", "replay_rollouts", "imagined_goals"),
+    *("cudagraphs", "compile", "precision"),
+}
+CASES = [("ppo", {}, name, value) for name, value in PPO.items()]
+CASES += [("ppo", {"seats": "learner,mixed,mixed"}, name, value) for name, value in DRAWN.items()]
+CASES += [("ppo-omg", {}, name, value) for name, value in MODELS.items()]
+CASES += [("hopplus", {}, name, value) for name, value in IMAGINATION.items()]
+
+
+@functools.cache
+def trained(method, **changes):
+    """All weights after one iteration"""
+    state = make_state(method, **{**FAST, **changes})
+    hop.train_iteration(state, True, True)
+    return {name: x.state_dict() for name, x in state.networks._asdict().items() if x is not None}
+
+
+@pytest.mark.parametrize(("method", "base", "name", "value"), CASES, ids=[case[2] for case in CASES])
+def test_a_flag_changes_what_is_learned(method, base, name, value):
+    plain, changed = trained(method, **base), trained(method, **base, **{name: value})
+    assert getattr(make_args(method, **{**FAST, **base}), name) != value
+    shapes, new_shapes = ({key: [p.shape for p in x.values()] for key, x in y.items()} for y in (plain, changed))
+    assert shapes != new_shapes or not same_tree(plain, changed), f"{name} changes nothing"
+
+
+def test_every_flag_changes_something():
+    to_go = {"log_details", "moa_data", "subgoal_period", "wm_ensemble", "wm_period"}
+    flags = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
+    assert flags - to_go == {case[2] for case in CASES} | ELSEWHERE
+
+
+@pytest.mark.parametrize("method", hop.METHODS)
+def test_the_same_flags_learn_the_same(method):
+    again = trained.__wrapped__(method)
+    assert same_tree(trained(method), again)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The preparation
+
+
+def prepared(**changes):
+    """All weights after it"""
+    state = make_state(num_seeds=2, **changes)
+    hop.pretrain(state.args, state, [1, 2], 0)
+    return copy.deepcopy(state.state_dict()["networks"])
+
+
+def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeypatch):
+    """Each learner starts from a copy of its seed's. The first rate of each model is twice the second."""
+    before = prepared(pretraining_updates=0)
+    rates = record_learning_rates(monkeypatch)
+    after = prepared(pretraining_updates=20)
+    for name in ("prior", "inference", "moa", "moa_prior", "world"):
+        for key, new in after[name].items():
+            old = before[name][key]
+            assert (new != old).flatten(1).any(1).all(), f"{name} {key} is not trained"
+            for seed in (new[:3], new[3:]):
+                assert torch.equal(seed, seed[:1].expand_as(seed)), f"{name} {key} differs between a seed's learners"
+            assert (new[0] != new[3]).any(), f"{name} {key} is the same for both seeds"
+    assert same_tree(before["policy"], after["policy"])
+    assert len(rates) == 2
+    opponents, world = rates
+    assert opponents == pytest.approx([3e-3] * 10 + [1.5e-3] * 10)
+    assert world == pytest.approx([2e-3] * 10 + [1e-3] * 10)
+
+
+def test_the_preparation_watches_as_many_games_as_asked():
+    few, many = (prepared(method="ppo-omg", pretraining_updates=1, pretraining_games=n)["moa"] for n in (2, 8))
+    assert not same_tree(few, many)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What falls in the course of a run
+
+
+@pytest.mark.parametrize("anneal", [False, True])
+def test_learning_rates_of_a_run(anneal, monkeypatch, tmp_path):
+    """The policy's falls to a tenth, if asked to; those of the models stay. Four iterations"""
+    rates = record_learning_rates(monkeypatch)
+    changes = {"pretraining_updates": 0, "offline_ratio": 0.0, "subgoal_learning_rate": 2e-3, "wm_learning_rate": 3e-3}
+    changes |= {"update_epochs": 1, "num_minibatches": 1, "subgoal_updates": 1, "wm_updates": 1}
+    hop.main(make_args(learning_rate=0.01, anneal_lr=anneal, total_timesteps=4 * 32, run_dir=str(tmp_path), **changes))
+    policy = [0.01, 0.00775, 0.0055, 0.00325] if anneal else [0.01] * 4
+    assert sorted(rates, key=lambda x: x[0]) == [
+        pytest.approx([2e-3] * 4),
+        pytest.approx([3e-3] * 4),
+        pytest.approx(policy),
+    ]
+
+
+def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
+    """MOA reads hindsight subgoals in as large a share of its training as asked at the start. Five iterations"""
+    train_iteration, shares = hop.train_iteration, []
+
+    def watched(state, *due):
+        prior = state.networks.prior.params
+        prior["head.weight"].data.zero_()  # f_psi says 7 of every state, and so does hindsight
+        prior["head.bias"].data.fill_(7.0)
+        (moa,) = watch_networks(state, "moa")
+        samples = train_iteration(state, *due)
+        goals = torch.cat([inputs[3] for _, inputs in moa.given], 1)
+        shares.append(float((goals == 7).all(2).float().mean()))
+        state.networks = state.networks._replace(moa=moa.stacked)
+        return samples
+
+    monkeypatch.setattr(hop, "train_iteration", watched)
+    changes = {"pretraining_updates": 0, "offline_ratio": 0.0, "subgoal_batch_size": 16, "update_epochs": 1}
+    hop.main(make_args("ppo-omg", hindsight_eps=0.8, total_timesteps=5 * 32, run_dir=str(tmp_path), **changes))
+    assert shares == pytest.approx([0.8, 0.48, 0.16, 0.0, 0.0], abs=0.05)
+    assert shares[3:] == [0, 0]
+
+
+def test_rows_and_checkpoints_come_as_often_as_asked(monkeypatch, tmp_path):
+    saved, save = [], hop.save_checkpoint
+    monkeypatch.setattr(hop, "save_checkpoint", lambda path, content: (saved.append(content), save(path, content)))
+    for seconds, iterations in ((0.0, [2, 4, 5]), (1000.0, [5])):
+        saved.clear()
+        flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 5 * 32, "run_dir": str(tmp_path)}
+        final = hop.main(make_args("ppo", **flags))
+        assert [line["steps"] for line in lines_of(Path(final["checkpoint"]).parent)] == [64, 128, 160]
+        assert [content["iteration"] for content in saved] == iterations
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# While adapting
+
+
+@pytest.mark.parametrize(("steps", "horizon"), [(1, 2), (2, 2), (3, 3), (4, 4)])
+def test_games_that_ended_say_nothing_about_the_horizon(steps, horizon):
+    """Of six learners with one game each, five games end after so many steps, with their learners on the board. The
+    world model knows all but the third step of the sixth."""
+    state = make_state(num_envs=1, num_seeds=2, trust_exact_match=0.5)
+    first, _, _ = play(state, 1)
+    games = hop.Transitions(*(x[:, :1].expand(-1, 4, *x.shape[2:]).clone() for x in first))
+    games.joint.fill_(STAY)
+    games.reward.zero_()
+    games.next_board.copy_(games.board)
+    games.done[:5, steps - 1] = True
+
+    def wrong_in_the_third_step(board, reward, call):
+        if call == 2:
+            board[5] = 1 - board[5]
+        return board, reward
+
+    world = TrueWorld(state.env, games.prey_position[:, 0], wrong_in_the_third_step)
+    state.networks = state.networks._replace(world=world)
+    assert hop.learner_mask(TINY_CONFIG, games.board).all()
+    found = adapt.pooled_horizon(SimpleNamespace(script=hop), state, games)
+    assert found.tolist() == [horizon] * 6
