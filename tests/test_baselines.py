@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import lines_of, without_times
+from helpers import lines_of, record_learning_rates, without_times
 
 import hopplus_ppo as hop
 import stag_hunt_env
@@ -69,6 +69,17 @@ def test_it_learns(tmp_path):
         assert {path.name.split(".")[0] for path in folder.iterdir()} == {"args", "checkpoint", "events", "metrics"}
         last.append(lines[-1]["charts/episodic_return"])
     assert final["charts/episodic_return"] == pytest.approx(sum(last) / 2)
+
+
+@pytest.mark.parametrize("anneal", [False, True])
+def test_the_learning_rate_falls_to_a_tenth(anneal, tmp_path, monkeypatch):
+    rates = record_learning_rates(monkeypatch)
+    changes = {"num_envs": 4, "num_steps": 2, "total_timesteps": 3 * 8, "update_epochs": 1, "num_minibatches": 1}
+    ppo_gru.main(tiny(**changes, learning_rate=0.01, anneal_lr=anneal, run_dir=str(tmp_path)))
+    (folder,) = tmp_path.iterdir()
+    expected = [0.01, 0.007, 0.004] if anneal else [0.01] * 3
+    assert rates == [pytest.approx(expected)]
+    assert [line["charts/learning_rate"] for line in lines_of(folder)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("keep_state", [False, True])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import lines_of, same_tree
+from helpers import lines_of, record_learning_rates, same_tree
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -125,6 +125,15 @@ def test_ensemble_pixels_and_discrete_goals(tmp_path, no_pictures):
     assert math.isfinite(figures["with history/nll"])
     pixel = wm.main(tiny(wm, tmp_path / "pixel", wm_head="pixel", wm_channel_weights=(2, 2, 2, 1, 1, 1)))
     assert math.isfinite(pixel["obs_mse"])
+
+
+def test_the_world_models_learning_rate_falls_along_a_cosine(tmp_path, monkeypatch, no_pictures):
+    rates = record_learning_rates(monkeypatch)
+    wm.main(tiny(wm, tmp_path, num_transitions=200, num_updates=6, log_every=2, learning_rate=0.01))
+    (folder,) = tmp_path.iterdir()
+    expected = [0.01, 0.00933, 0.0075, 0.005, 0.0025, 0.00067]
+    assert rates == [pytest.approx(expected, rel=1e-2)]
+    assert [line["charts/learning_rate"] for line in lines_of(folder)] == pytest.approx(expected[1::2], rel=1e-2)
 
 
 @both
