@@ -66,9 +66,13 @@ Count = Annotated[int, (">= 1", 1, MOST)]
 Whole = Annotated[int, (">= 0", 0, MOST)]
 
 
+class UserError(ValueError):
+    """A sentence for the user, shown without a traceback."""
+
+
 def refuse(wrong: bool, message: str) -> None:
     if wrong:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def check_ranges(args) -> None:
