@@ -33,11 +33,13 @@ import dataclasses
 import io
 import itertools
 import math
+import operator
 import random
+import reprlib
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
@@ -794,6 +796,23 @@ def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
 
 # Wrappers: one game, numpy in and out
 
+
+def integer_below(end: int, value) -> int | None:
+    """`value` as an int if it is an integer from 0 to end - 1, of Python, numpy or torch. True is none."""
+    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    if is_bool or getattr(value, "ndim", 0) > 0:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:  # a float, None, a word
+        return None
+    return number if 0 <= number < end else None
+
+
+def short_repr(value) -> str:
+    return " ".join(reprlib.repr(value).split())
+
+
 RENDERERS = {"ansi": render_ansi, "rgb_array": render_rgb}
 HUNTED = {"nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}
 
@@ -827,16 +846,17 @@ class StagHuntParallelEnv(ParallelEnv):
 
     def reset(self, seed=None, options=None):
         if seed is not None:
-            self.core.generator.manual_seed(seed)
-            self.random.seed(int(seed))
+            number = integer_below(2**64, seed)
+            refuse(number is None, f"seed must be an integer, 0 to 2**64 - 1, not {short_repr(seed)}")
+            self.core.generator.manual_seed(number)
+            self.random.seed(number)
         self.game, self.distance = one_game(self.core.initial_state(1)), {}
         self.returns, self.agents = [0.0] * len(self.seats), list(self.seat)
         return self._observe()
 
     def step(self, actions):
         refuse(not self.agents, "no game is on: call reset first")
-        right = all(actions.get(agent) in range(NUM_ACTIONS) for agent in self.agents)
-        refuse(not right, f"step needs an action 0 to {NUM_ACTIONS - 1} for each of {self.agents}, not {actions}")
+        actions = self._checked(actions)
         config, game, players = self.config, self.game, enumerate(self.seats)
         joint = [actions[f"player_{i}"] if name == "learner" else self._choose(i, name) for i, name in players]
         strengths, parties = config.strengths or [1.0] * len(joint), [[] for _ in self.hunt_action]
@@ -865,6 +885,20 @@ class StagHuntParallelEnv(ParallelEnv):
         observations, infos = self._observe()
         ends, cuts = dict.fromkeys(self.seat, over), dict.fromkeys(self.seat, False)
         return observations, {agent: rewards[i] for agent, i in self.seat.items()}, ends, cuts, infos
+
+    def _checked(self, actions):  # {agent: action} with plain integers
+        if not isinstance(actions, Mapping):
+            raise UserError(f"actions must be a dict {{agent: action}}, not {short_repr(actions)}")
+        missing = [agent for agent in self.agents if agent not in actions]
+        refuse(bool(missing), f"there is no action for {', '.join(missing)}")
+        unknown = [short_repr(name) for name in actions if name not in self.seat]
+        refuse(bool(unknown), f"there is no agent {', '.join(unknown)}, only {', '.join(self.agents)}")
+        checked = {agent: integer_below(NUM_ACTIONS, actions[agent]) for agent in self.agents}
+        for agent, action in checked.items():
+            if action is None:
+                given = short_repr(actions[agent])
+                raise UserError(f"the action of {agent} must be an integer, 0 to {NUM_ACTIONS - 1}, not {given}")
+        return checked
 
     def _legal(self, i):  # the legal actions of seat i
         game, here = self.game, self.game.position[i]
@@ -922,14 +956,16 @@ class StagHuntGymEnv(gymnasium.Env):
         self.observation_space, self.action_space = env.observation_space(self.agent), env.action_space(self.agent)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return tuple(x[self.agent] for x in self.parallel_env.reset(seed))
+        observations, infos = self.parallel_env.reset(seed)  # first: it refuses a wrong seed
+        super().reset(seed=None if seed is None else int(seed))
+        return observations[self.agent], infos[self.agent]
 
     def step(self, action):
         return tuple(x[self.agent] for x in self.parallel_env.step({self.agent: action}))
 
     def action_masks(self) -> np.ndarray:
         """bool [7]: the name by which MaskablePPO of sb3-contrib asks"""
+        refuse(self.parallel_env.game is None, "no game has begun: call reset first")
         return np.isin(range(NUM_ACTIONS), self.parallel_env._legal(self.parallel_env.seat[self.agent]))
 
 
