@@ -28,12 +28,27 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import stag_hunt_env as game
+from stag_hunt_env import (
+    HUNT_STAG,
+    NUM_ACTIONS,
+    STAY,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    StagHuntConfig,
+    StagHuntEnv,
+    Whole,
+)
 
 import numpy as np
 import torch
@@ -45,11 +60,18 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-import stag_hunt_env as game
-from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
-
-FORMAT = "hopplus-12"  # of a checkpoint
-KEYS = ("args", "iteration", "device", "states", "script", "folders", "seconds")  # in it
+FORMAT = "hopplus_mcts.py 13"  # of a checkpoint
+KEYS = {  # in it
+    "args": dict,
+    "iteration": int,
+    "device": str,
+    "states": list,
+    "script": dict,
+    "folders": list,
+    "seconds": float,
+}
+PRETRAINED_KEYS = {"must_match": dict, "networks": dict}  # in a checkpoint of pretraining
+MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds", "num_pictures", "run_dir", "device", "resume")
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
 
@@ -61,7 +83,7 @@ class RunArgs:
     method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop", "hop-ours"] = "hopplus-mcts"
     """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search; HOP; HOP and more"""
     seed: Whole = 1
-    """seed of the first experiment; the others count up from it"""
+    """seed of the first experiment; the others count up from it, but are not what --seed 2, 3, ... alone would be"""
     num_seeds: Count = 1
     """S, complete experiments side by side, each with its own weights and TensorBoard run"""
     total_timesteps: Count = 2_000_000
@@ -73,7 +95,8 @@ class RunArgs:
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit, on the same kind of device; all other flags come from it"""
+    """continue the run of this checkpoint or run folder, bit for bit, on the same kind of device, with its flags; a
+    larger --total-timesteps extends it, --log-every, --save-seconds, --num-pictures and --run-dir may change too"""
     log_every: Count = 5
     """iterations between two rows in the logs"""
     log_details: bool = False
@@ -165,8 +188,6 @@ class OpponentArgs:
 class WorldModelArgs:
     wm_hidden: Count = 128
     """width of the hidden layers"""
-    wm_ensemble: Count = 1
-    """world models per learner; an imagined rollout is cut where they disagree"""
     wm_learning_rate: Positive = 1e-3
     """Adam's step size (in pretraining 2e-3, falling)"""
     wm_updates: Whole = 4
@@ -271,9 +292,11 @@ METHODS_ON_CPU["hop"] = METHODS_ON_CPU["hop-ours"] | {"pretraining_updates": 0}
 
 
 def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> Args:
-    """Complete flags"""
-    if method not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, not {method}")
+    """Complete flags; with `resume` those of the run that goes on"""
+    if changes.get("resume") is not None:
+        path = game.find_checkpoint(changes["resume"], "--resume")
+        return load_args(path, load_checkpoint(path)["args"], device=device, **changes)
+    game.refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
     values = {"method": method, "device": device, **METHODS[method]}
     if game.resolve_device(device).type == "cpu":
         values |= ON_CPU | METHODS_ON_CPU.get(method, {})
@@ -281,7 +304,8 @@ def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> 
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, make_args(**game.early_flags(words, method="hopplus-mcts", device="auto")), words)
+    early = game.early_flags(words, method="hopplus-mcts", device="auto", resume=None)
+    return game.parse(Args, GROUPS, make_args(**early), words)
 
 
 def validate(args: Args) -> StagHuntConfig:
@@ -293,31 +317,67 @@ def validate(args: Args) -> StagHuntConfig:
     kinds = len(args.population.split(","))
     game.check_ranges(args)
     game.resolve_device(args.device)
+    game.population_names(args.population)
+    game.redraw_prob(args.redraw)
     refuse("learner" not in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns")
     refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
-    refuse(max(config.num_cells, config.final_time) > 255, "a board has up to 255 cells, --final-time is up to 255")
+    refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
+    refuse(config.final_time > 255, f"--final-time is up to 255, not {config.final_time}")
     refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred, --imagination or search")
     refuse(args.world_model_checkpoint and not world, "--world-model-checkpoint needs --imagination or search with it")
-    refuse(args.wm_ensemble > 64, "--wm-ensemble must be at most 64")
     refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
+    both_kinds = models and 0 < args.offline_ratio < 1
+    refuse(
+        both_kinds and args.subgoal_batch_size < 2, "--offline-ratio needs --subgoal-batch-size 2 or more, or 0 or 1"
+    )
+    refuse(both_kinds and args.wm_batch_size < 2, "--offline-ratio needs --wm-batch-size 2 or more, or 0 or 1")
     refuse(args.root == "gumbel" and args.policy_loss == "ppo", "--root gumbel needs --policy-loss distill")
     refuse(searches and args.gamma**args.max_depth < 1e-30, "--gamma is too small for this --max-depth")
-    refuse(hop and (args.goal_kind, args.goal_dim) != ("discrete", 2), "HOP's belief needs 2 discrete goals")
-    refuse(hop and args.imagination, "HOP's belief is not for --imagination")
+    refuse(
+        hop and (args.goal_kind, args.goal_dim) != ("discrete", 2),
+        f"--subgoals {args.subgoals} needs --goal-kind discrete --goal-dim 2",
+    )
+    refuse(hop and args.imagination, f"--subgoals {args.subgoals} is not for --imagination")
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
-    if world:
+    if args.imagination:
         beyond = args.imagination_horizon > args.num_steps
         refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
         refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
         no_games = args.imagined_goals == "prior" and not args.offline_ratio
         refuse(no_games, "--imagined-goals prior needs rule-based games: --offline-ratio > 0")
-        refuse(args.share_parameters and config.strengths, "--share-parameters needs equal --strengths")
-        refuse(
-            config.prosocial,
-            "--prosocial rewards depend on more than the world model sees: --no-imagination, --search-model env",
-        )
+    instead = "--no-imagination, --search-model env"
+    refuse(world and config.prosocial, f"--prosocial rewards depend on more than the world model sees: {instead}")
     return config
+
+
+def memory_needs(args: Args) -> dict[str, int]:
+    """Flags -> bytes that they ask for, roughly"""
+    config, hidden, seeds = args.config, args.subgoal_hidden, args.num_seeds
+    planes, others = math.prod(config.observation_shape), config.num_players - 1
+    table = (2 * config.height - 1) * (2 * config.width - 1) * (config.num_players + 2)  # rows of a BoardEncoder's
+    learners = seeds * config.num_players
+    samples = learners * args.num_envs * args.num_steps
+    needs = {"--num-envs, --num-steps": samples * (2400 + 8 * planes)}
+    needs["--policy-hidden"] = 32 * learners * args.policy_hidden * (table + 3 * args.policy_hidden)
+    if args.imagination:
+        needs["--ppo-real-ratio"] = int(samples * (1 - args.ppo_real_ratio) / (args.ppo_real_ratio or 0.5)) * 2400
+    if args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN):
+        windows = learners * args.subgoal_batch_size * args.num_steps * others
+        tried = windows * args.subgoal_horizon
+        needs["--subgoal-hidden"] = 48 * learners * hidden * (table + 2 * planes + 4 * hidden)
+        needs["--subgoal-batch-size, --num-steps"] = 24 * windows * (table + 8 * hidden)
+        needs["--subgoal-horizon, --num-steps"] = 12 * tried * args.policy_hidden
+        goals = windows + tried * others + samples * others + learners * (planes + hidden)
+        needs["--goal-dim"] = 12 * args.goal_dim * goals
+        needs["--wm-hidden"] = 16 * learners * args.wm_hidden * (args.wm_hidden + 150)
+        needs["--wm-batch-size"] = 16 * learners * args.wm_batch_size * config.num_players * (150 + args.wm_hidden)
+        needs["--replay-rollouts"] = 2 * args.replay_rollouts * samples * (50 + 2 * planes)
+        needs["--pretraining-games"] = learners * args.pretraining_games * args.num_steps * (2400 + 8 * planes)
+    if args.planner != "none":
+        nodes = learners * args.num_envs * args.num_trees * (args.num_simulations + 2)
+        needs["--num-trees, --num-simulations"] = nodes * (200 + planes + 80 * others)
+    return {f"{flag}, --num-seeds" if seeds > 1 else flag: size for flag, size in needs.items()}
 
 
 # ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
@@ -545,14 +605,21 @@ class WorldModel(nn.Module):
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         self.num_players, self.by_name = config.num_players, config.strengths is not None
         # The player's own action; around it, how many do what (a sum: two hunters differ from one), or, where players
-        # differ in strength, who does; and the board.
-        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * (config.num_players if self.by_name else 1) + 4)
+        # differ in strength, who does, and how strong each is; and the board.
+        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        if self.by_name:
+            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * config.num_players + 4) + config.num_players
+            seat = torch.arange(config.num_players)
+            strengths = torch.tensor(config.strengths, dtype=torch.float32)[(seat[:, None] + seat) % config.num_players]
+            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)  # [seat, N] in ego order
         self.padding = -inputs % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
-        # One head per own action: a bystander is not mistaken for one of the party that it stands among.
+        # One head per own action: a bystander is not mistaken for one of the party that it stands among. And one payoff
+        # head per size of a hunting party: one head for all would pay four hunters, which are rare, as three.
         self.outcome_head = layer(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
         self.prey_head = layer(args.wm_hidden, 1, 0.01)
-        self.reward_head = layer(args.wm_hidden, NUM_ACTIONS * len(self.payoffs), 0.01)
+        self.num_payoff_heads = HUNT_STAG + 2 * config.num_players
+        self.payoff_head = layer(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
     def read(self, board):
         """uint8 [n, C, H, W] -> planes [n, C, H*W], cell [n, N], present [n, N]"""
@@ -560,10 +627,11 @@ class WorldModel(nn.Module):
         players = planes[:, : self.num_players]
         return planes, players.argmax(2), players.amax(2) > 0
 
-    def forward(self, board, joint):
-        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order -> logits of each player's
-        outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's payoff [n, R]"""
-        planes, cell, _ = self.read(board)
+    def forward(self, board, joint, seat):
+        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order, the observer's seat [n]
+        -> logits of each player's outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's
+        payoff [n, R]"""
+        planes, cell, present = self.read(board)
         n, seen = self.num_players, planes.to(self.prey_head.weight.dtype)
         own = F.one_hot(joint.long(), NUM_ACTIONS).to(seen.dtype)
         painted = own.mT @ seen[:, :n]  # [n, 7, H*W]
@@ -572,25 +640,33 @@ class WorldModel(nn.Module):
         painted = F.pad(torch.cat([painted, seen[:, n:], torch.ones_like(seen[:, :1])], 1), (0, 1))  # off the board: 0
         around = self.around[cell].flatten(1)[:, None].expand(-1, painted.shape[1], -1)  # [n, _, N * 9]
         patch = painted.gather(2, around).unflatten(2, (n, 9)).transpose(1, 2).flatten(2)
-        x = F.pad(torch.cat([own, patch], 2), (0, self.padding))
+        inputs = [own, patch]
+        if self.by_name:
+            inputs.append(self.strengths[seat.long()][:, None].expand(-1, n, -1).to(seen.dtype))
+        x = F.pad(torch.cat(inputs, 2), (0, self.padding))
         x = self.trunk(x).relu_()  # [n, N, hidden]
         walls = F.pad(planes[:, n], (0, 1), value=1)
         blocked = walls.gather(1, self.target[cell].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = planes[:, -2:].amax(1).gather(1, cell) == 0  # nobody leaves from here
-        outcome = self.by_action(self.outcome_head(x), joint).float()
+        outcome = self.select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
         outcome = outcome.masked_fill(torch.cat([blocked, no_prey[..., None]], 2), -1e9)
-        payoff = self.by_action(self.reward_head(x[:, 0]), joint[:, 0])
+        action = joint[:, 0].long()
+        party = ((cell == cell[:, :1]) & (joint == joint[:, :1]) & present).sum(1).clamp(min=1)
+        hunt_head = HUNT_STAG + (action - HUNT_STAG) * n + party - 1
+        payoff_head = torch.where(action >= HUNT_STAG, hunt_head, action)
+        payoff = self.select_head(self.payoff_head(x[:, 0]), payoff_head, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
     @staticmethod
-    def by_action(logits, action):  # [..., 7 * outputs] -> [..., outputs]
-        logits = logits.unflatten(-1, (NUM_ACTIONS, -1))
-        index = action.long()[..., None, None].expand(*action.shape, 1, logits.shape[-1])
+    def select_head(logits, head, num_heads: int):
+        """[..., num_heads * outputs], int64 [...] -> [..., outputs]"""
+        logits = logits.unflatten(-1, (num_heads, -1))
+        index = head[..., None, None].expand(*head.shape, 1, logits.shape[-1])
         return logits.gather(-2, index).squeeze(-2)
 
-    def loss(self, board, joint, next_board, reward):
+    def loss(self, board, joint, seat, next_board, reward):
         """-> [n]"""
-        outcome, taken, payoff = self(board, joint)
+        outcome, taken, payoff = self(board, joint, seat)
         planes, cell, present = self.read(board)
         next_planes, next_cell, next_present = self.read(next_board)
         goes = (self.target[cell] == next_cell[..., None]).byte().argmax(2)
@@ -601,15 +677,15 @@ class WorldModel(nn.Module):
         paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
         return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
 
-    def predict(self, board, joint):
+    def predict(self, board, joint, seat):
         """-> the most likely next board uint8 [n, C, H, W], reward [n]"""
-        outcome, taken, payoff = self(board, joint)
+        outcome, taken, payoff = self(board, joint, seat)
         certain = torch.zeros_like(outcome).scatter(2, outcome.argmax(2, keepdim=True), 1.0)
         return self.paint(board, certain, (taken > 0).float()).to(torch.uint8), self.payoffs[payoff.argmax(1)]
 
-    def expected_planes(self, board, joint):
+    def expected_planes(self, board, joint, seat):
         """-> float [n, C, H, W]: the probabilities behind the prediction"""
-        outcome, taken, _ = self(board, joint)
+        outcome, taken, _ = self(board, joint, seat)
         return self.paint(board, outcome.softmax(2), taken.sigmoid())
 
     def paint(self, board, outcome, taken):
@@ -672,7 +748,7 @@ class Networks(NamedTuple):
     inference: Stacked | None = None  # q_phi
     moa: Stacked | None = None
     moa_prior: Stacked | None = None  # pretraining only: MOA given f_psi's subgoal of the present state
-    world: Stacked | None = None  # M * wm_ensemble
+    world: Stacked | None = None
 
 
 def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Networks:
@@ -685,8 +761,7 @@ def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) 
         kinds["world"] = WorldModel
     networks = {"policy": Stacked(lambda: ActorCritic(config, args), seeds, device, dtype, dtype)}
     for number, (name, kind) in enumerate(kinds.items(), start=1):
-        members = args.wm_ensemble if name == "world" else 1
-        own_seeds = [10_000 * seed + 1000 * number + member for seed in seeds for member in range(members)]
+        own_seeds = [10_000 * seed + 1000 * number for seed in seeds]
         networks[name] = Stacked(functools.partial(kind, config, args), own_seeds, device, dtype)
     return Networks(**networks)
 
@@ -785,10 +860,8 @@ def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, 
         evidence = log_probs.gather(4, action)[..., 0].clamp(min=-10)
         evidence = F.pad(evidence - evidence.amax(-1, keepdim=True), (0, 2))  # for or against, not how likely it was
         history = torch.where(belief.present[..., None], history + evidence, history)
-        prior = history[..., 2:] * (history_decay(args) > 0)  # of the next game, as count_hunts left it
-        if args.subgoals == "bayes":  # or discounted counts of what seems to have been pursued
-            prior = history_decay(args) * (prior + bayes_posterior(args, history).exp())
-        return torch.where(done[..., None, None], F.pad(prior, (2, 0)), history)
+        next_game = history_after_game(args, history, history_decay(args))
+        return torch.where(done[..., None, None], next_game, history)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
     event = networks.inference(belief.features, seen, method="event").unflatten(1, history.shape[1:3])
     return add_event(history, event * belief.present[..., None], done[..., None, None], history_decay(args))
@@ -800,6 +873,15 @@ def add_event(history, event, done, discount):
     now = now + event
     next_game = torch.cat([torch.zeros_like(now), discount * (before + now)], -1)
     return torch.where(done, next_game, torch.cat([now, before], -1))
+
+
+def history_after_game(args: Args, history, discount):
+    """What a game's end leaves of a history [..., 2 * hidden]: what the next game starts from"""
+    if args.subgoals == "hop":  # the prior, as count_hunts left it
+        return F.pad(history[..., 2:] * (discount > 0), (2, 0))
+    if args.subgoals == "bayes":  # discounted counts of what seems to have been pursued
+        return F.pad(discount * (history[..., 2:] + bayes_posterior(args, history).exp()), (2, 0))
+    return add_event(history, 0.0, torch.ones_like(history[..., :1], dtype=torch.bool), discount)
 
 
 def history_decay(args: Args) -> float:
@@ -1102,7 +1184,7 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
         if args.search_model == "env":
             next_board, reward = env_transition(args, env, position, prey_position.flatten(0, 1), joint, seat.flatten())
         else:
-            next_board, reward, *_ = predict_step(args, config, networks.world, here.board, by_learner(joint))
+            next_board, reward = predict_step(args, config, networks.world, here.board, by_learner(joint), seat)
             next_board, reward = next_board.flatten(0, 1), reward.flatten()
         reward = shape_reward(args, config, reward, position.board, joint)
         time_next = position.time + 1
@@ -1168,6 +1250,7 @@ class Transitions(NamedTuple):
     prey_position: torch.Tensor  # uint8 [..., P] at the start of the game
     time: torch.Tensor  # uint8
     first_hunt: torch.Tensor  # int16
+    seat: torch.Tensor  # uint8, the learner's: its strength, where these differ
     last_joint: torch.Tensor  # uint8 [..., N] what everybody did before this step
     joint: torch.Tensor  # uint8 [..., N] and in it
     reward: torch.Tensor  # the learner's, from the game
@@ -1206,7 +1289,7 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
     and of everybody's action probabilities [T / 8, B, N, 7]. timer: of the first search"""
     steps, outputs, values, episodes, probabilities = [], [], [], [], []
     reset_prob = args.history_reset_prob if history_decay(args) else 0.0
-    measured = math.gcd(num_steps, 8)  # MOA is measured on every 8th step, if the steps are a multiple of 8
+    measured = min(num_steps, 8)  # MOA is measured on every 8th step
     searches = args.planner != "none" and learners_act
     obs = env.observe(env.state)
     for step in range(num_steps + 1):
@@ -1257,7 +1340,8 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
             rollout_state["history"].copy_(next_history.masked_fill(history_reset[..., None, None], 0.0))
         rollout_state["last_joint"].copy_(joint.masked_fill(own_done[..., None], STAY))
         fields = {"board": board, "prey_position": prey_position.byte(), "time": time_now, "first_hunt": first_hunt}
-        fields |= {"last_joint": last_joint.byte(), "joint": joint.byte(), "reward": seats.to_learners(reward)}
+        fields |= {"seat": seats.learner_seat.byte(), "last_joint": last_joint.byte()}
+        fields |= {"joint": joint.byte(), "reward": seats.to_learners(reward)}
         fields |= {"exited": exited, "done": own_done, "next_board": next_board.byte(), "history": history.bfloat16()}
         steps.append(fields | {"history_reset": history_reset, "oracle_id": oracle_id})
         outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, "search": found})
@@ -1275,9 +1359,8 @@ class Replay:
     """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in; of the histories, by
     far the largest, only those before each rollout's first step."""
 
-    def __init__(self, rollouts: int, num_learners: int, device):
+    def __init__(self, rollouts: int, device):
         self.rollouts = rollouts
-        self.num_learners = num_learners  # M
         self.data = None
         self.pushed = torch.zeros((), dtype=torch.int64, device=device)  # how many came in
 
@@ -1290,12 +1373,11 @@ class Replay:
             kept.index_copy_(0, slot, new[None])
         self.pushed.add_(1)
 
-    def sample(self, count: int, window: int, members: int = 1) -> Transitions:
-        """Windows of so many whole rollouts [M, window * T, count, ...]; 0: single steps [M*members, count, ...]. Where
-        nothing follows the first rollout yet, its last step is marked as the end of a game."""
-        rollouts, stored, steps, games = self.data.done.shape
-        m = self.num_learners * members
-        learner = (torch.arange(m, device=self.pushed.device) * stored // m)[:, None]
+    def sample(self, count: int, window: int) -> Transitions:
+        """Windows of so many whole rollouts [M, window * T, count, ...]; 0: single steps [M, count, ...]. Where nothing
+        follows the first rollout yet, its last step is marked as the end of a game."""
+        rollouts, m, steps, games = self.data.done.shape
+        learner = torch.arange(m, device=self.pushed.device)[:, None]
         slot, step, column = torch.rand(3, m, count, device=self.pushed.device)
         slot = (slot * self.pushed.clamp(max=rollouts)).long()
         step, column = (step * steps).long(), (column * games).long()
@@ -1329,11 +1411,13 @@ class Replay:
         game.copy_nested_(self.data._asdict(), data, "replay")
 
 
-def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int, members=1):
-    """As Replay.sample, a share of it from the rule-based games"""
+def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int):
+    """As Replay.sample, a share of it from the rule-based games: at least one where it is neither 0 nor 1"""
     old = round(count * offline_ratio) if offline is not None else 0
+    if offline is not None and 0 < offline_ratio < 1 and count > 1:
+        old = min(max(old, 1), count - 1)
     shares = [(replay, count - old), (offline, old)]
-    parts = [source.sample(number, window, members) for source, number in shares if number]
+    parts = [source.sample(number, window) for source, number in shares if number]
     return Transitions(*(torch.cat(fields, 2 if window else 1) for fields in zip(*parts, strict=True)))
 
 
@@ -1529,11 +1613,12 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
 
 
 def train_world_model(args: Args, config, networks, optimizer, replay, offline, updates: int):
-    """-> mean losses [M * wm_ensemble]"""
+    """-> mean losses [M]"""
     found = []
     for _ in range(updates):
-        batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, False, args.wm_ensemble)
-        row_losses = networks.world(batch.board, batch.joint, batch.next_board, batch.reward, method="loss")
+        batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, window=0)
+        played = batch.board, batch.joint, batch.seat
+        row_losses = networks.world(*played, batch.next_board, batch.reward, method="loss")
         loss = masked_mean(row_losses, learner_mask(config, batch.board))
         found.append({"loss": loss, "grad_norm": optimizer_step(optimizer, loss, 1.0)})
     return mean_over_updates(found)
@@ -1559,20 +1644,12 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     return ended, first_hunt
 
 
-def ask_ensemble(args: Args, world: Stacked, method: str, board, joint):
-    """What each of the wm_ensemble members says, [M, members, n, ...]"""
-    if args.wm_ensemble > 1:
-        board, joint = (x.repeat_interleave(args.wm_ensemble, 0) for x in (board, joint))
-    return tree_map(lambda x: x.unflatten(0, (-1, args.wm_ensemble)), world(board, joint, method=method))
-
-
 @compilable
-def predict_step(args: Args, config: StagHuntConfig, world: Stacked, board, joint):
-    """board [M, n, C, H, W], joint [M, n, N] -> the first ensemble member's next board, its reward, clipped to the
-    game's payoffs, and where the members disagree bool [M, n]"""
-    boards, reward = ask_ensemble(args, world, "predict", board, joint)
-    disagree = (boards[:, 1:] != boards[:, :1]).flatten(3).any(3).any(1)
-    return boards[:, 0], reward[:, 0].clamp(min(config.payoffs()), max(config.payoffs())), disagree
+def predict_step(args: Args, config: StagHuntConfig, world: Stacked, board, joint, seat):
+    """board [M, n, C, H, W], joint [M, n, N], the learner's seat [M, n] -> the next board, the reward, clipped to the
+    game's payoffs"""
+    next_board, reward = world(board, joint, seat, method="predict")
+    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))
 
 
 def payoff_errors(config: StagHuntConfig, reward) -> torch.Tensor:
@@ -1591,7 +1668,8 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
     for k in range(games.done.shape[1]):
         valid = valid & learner_mask(config, games.board[:, k])
         reward = games.reward[:, k]
-        next_board, next_reward, disagree = predict_step(args, config, networks.world, board, games.joint[:, k])
+        played = games.joint[:, k], games.seat[:, k]
+        next_board, next_reward = predict_step(args, config, networks.world, board, *played)
         off, next_off = (payoff_errors(config, x) for x in (reward, next_reward))
         exact = exact & (next_board == games.next_board[:, k]).flatten(2).all(2)
         paid = paid & (off.argmin(-1) == next_off.argmin(-1))
@@ -1599,12 +1677,11 @@ def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, tran
         metrics[f"wm/payoff_match/{k + 1}"] = masked_mean(paid, valid)
         trusted.append((exact & paid & valid).sum(1) >= args.trust_exact_match * valid.sum(1))  # no game: trusted
         if k == 0:
-            planes = ask_ensemble(args, networks.world, "expected_planes", board, games.joint[:, 0])[:, 0]
+            planes = networks.world(board, *played, method="expected_planes")
             squared = (planes - games.next_board[:, 0]).square().mean((3, 4))  # [M, E, C]
             metrics |= {f"wm/per_channel_mse/{c}": masked_mean(squared[..., c], valid) for c in range(squared.shape[2])}
             metrics["wm/obs_mse"] = masked_mean(squared.mean(2), valid)
             metrics["wm/reward_mse"] = masked_mean((next_reward - reward).square(), valid)
-            metrics["wm/disagreement"] = masked_mean(disagree, valid)
         board, valid = next_board, valid & ~games.done[:, k]
     unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
     metrics["wm/unknown_reward"] = (unknown * learner_mask(config, transitions.board)).flatten(1).amax(1)
@@ -1638,8 +1715,8 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(log_probs.exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        next_board, reward, disagree = predict_step(args, config, networks.world, board, joint)
-        mask = mask & (step < horizon)[:, None] & ~disagree
+        next_board, reward = predict_step(args, config, networks.world, board, joint, start.seat)
+        mask = mask & (step < horizon)[:, None]
         time_now = time_now + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_now, first_hunt)
         log_prob = log_probs.gather(2, action[..., None])[..., 0]
@@ -1744,7 +1821,7 @@ def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Te
 # ---- Logging. Metrics are tensors on the device, [M] per learner, until MetricSums.read.
 
 DETAILS = re.compile(  # logged only with --log-details
-    r"per_agent/|moa/(recall|precision|top3|ece|.*/top1)|wm/(per_channel|reward_mse|disagree|unknown|\w+_match/([2-9]|1\d))"
+    r"per_agent/|moa/(recall|precision|top3|ece|.*/top1)|wm/(per_channel|reward_mse|unknown|\w+_match/([2-9]|1\d))"
     r"|losses/(value_loss_|\w+_grad_norm)|(real|imagined)/(\w+_std|samples)|time/ready"
 )
 PER_AGENT = ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real", "moa/nll", "moa/top1")
@@ -1764,7 +1841,7 @@ def moa_metrics(args: Args, env, seats, networks: Networks, transitions: Transit
     """How well MOA predicts the co-players' actions in fresh games, on every 8th step, beside the best that can be
     known: their own probabilities (ceiling), and for rule-based players what follows from their past (bayes). ->
     metrics [M], confusion [M, true action, predicted]"""
-    stride = transitions.done.shape[1] // len(episodes["probs"])
+    stride = min(transitions.done.shape[1], 8)
     steps = Transitions(*(x[:, stride - 1 :: stride].flatten(1, 2) for x in transitions))
     views = entity_views(args, env, steps.board, steps.prey_position)
     clock = steps.time / env.config.final_time
@@ -1806,8 +1883,9 @@ def batch_metrics(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.
     for key, x in (("reward", batch["reward"]), ("return", batch["returns"]), ("value", batch["value"])):
         metrics |= {f"{name}/{key}_mean": masked_mean(x, weight), f"{name}/{key}_std": variance(x).sqrt()}
     if name == "real":
-        unexplained = variance(batch["returns"] - batch["value"]) / variance(batch["returns"]).clamp(min=1e-8)
-        metrics["losses/explained_variance"] = 1 - unexplained
+        total = variance(batch["returns"])
+        explained = 1 - variance(batch["returns"] - batch["value"]) / total
+        metrics["losses/explained_variance"] = explained.masked_fill(total < 1e-8, math.nan)  # nothing to explain
     return metrics
 
 
@@ -1859,12 +1937,18 @@ def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, 
     return {name: float(value) for name, value in row.items()}
 
 
-def find_bad_metric(row: dict[str, float]) -> str | None:
-    """A quantity that is no number (a policy that is none plays actions that blow up MOA's loss, so these first) or has
-    exploded, as a sentence"""
-    checked = {name: x for name, x in row.items() if name.startswith(("losses/", "omg/", "real/", "imagined/"))}
+def find_explosion(args: Args, row: dict[str, float], networks: Networks) -> str | None:
+    """A loss or a weight that is no number (a policy that is none plays actions that blow up MOA's loss, so these
+    first) or has exploded, as a sentence"""
+    checked = {name: x for name, x in row.items() if name.startswith(("losses/", "omg/"))}
+    del checked["losses/explained_variance"]  # a ratio: no number where all returns are equal
+    for name, stacked in networks._asdict().items():
+        if stacked is not None:
+            largest = torch.stack(torch._foreach_norm(list(stacked.state_dict().values()), math.inf))
+            checked[f"the largest weight of {name}"] = float(largest.max())
+    limit = 1e6 * max(1.0, *(abs(payoff) for payoff in args.config.payoffs())) ** 2  # losses are squares of payoffs
     for name in sorted(checked, key=lambda name: math.isfinite(checked[name])):
-        if not abs(checked[name]) < 1e6:
+        if not abs(checked[name]) < limit:
             return f"{name} is {checked[name]}"
     if row.get("wm/unknown_reward", 0.0) > 1e-3:
         return "a reward is no payoff of the game: add a bonus in shape_reward, not to env.step"
@@ -1888,7 +1972,8 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
         with open(path, "a") as file:
             file.write(json.dumps({"steps": step, **finite}) + "\n")
     except OSError as error:
-        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
+        kept = ", the last checkpoint is safe" if (path.parent / "checkpoint.pt").exists() else ""
+        raise game.UserError(f"could not write {path}{kept}: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -1949,14 +2034,13 @@ class Timer:
         return dict(found)
 
 
-def check_run_flags(args) -> None:
-    """Refuses what would fail only later"""
-    folder = Path(args.run_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
-    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
-    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
-    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
+def check_resume(args, saved) -> None:
+    """Refuses flags that differ from those of the run that goes on; MAY_CHANGE lists those that may."""
+    here, there = (vars(flags) | vars(flags.config) for flags in (args, saved))
+    for name in here.keys() - {"config", *MAY_CHANGE}:
+        flag, was = f"--{name.replace('_', '-')}", there[name]
+        may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
+        game.refuse(here[name] != was, f"{flag} {here[name]}: the resumed run has {was}; only {may} may change")
 
 
 @contextlib.contextmanager
@@ -1980,27 +2064,39 @@ def stop_requests():
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    """Written aside and renamed: what stands at `path` is always whole, also after a power cut. A checksum follows the
+    archive."""
     try:
         torch.save(content, f"{path}.part")
         with open(f"{path}.part", "r+b") as file:
             file.write(hashlib.file_digest(file, "sha256").digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(f"{path}.part", path)
     except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
-        reason = str(error).split("\n")[0]
-        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+        earlier = ", an earlier one there is untouched" if path.exists() else ""
+        raise game.UserError(f"could not write {path}{earlier}: {str(error).splitlines()[0]}") from error
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
-    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
-    data = Path(path).read_bytes()
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: dict = KEYS) -> dict:
+    """path: the checkpoint, or the run folder of any seed. keys: what it must hold -> of which type"""
+    path = game.find_checkpoint(path)
+    data = path.read_bytes()
     whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
-    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no checkpoint: its checksum is wrong")
+    try:
+        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch makes of an archive that somebody else wrote
+        raise game.UserError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
-    for key in keys:
-        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    game.refuse(found != expected, f"{path} is no checkpoint of this script: it is {found!r}, not {expected!r}")
+    for key, kind in keys.items():
+        value = saved.get(key)
+        wrong = not isinstance(value, kind) or value == [] or (kind in (int, float) and value < 0)
+        game.refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
+    if "problem" in saved:  # kept to be looked at
+        print(f"{path} was kept because {saved['problem']}")
+        return saved
     for name, x in tree_leaves_with_path(saved):
         bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
@@ -2013,22 +2109,22 @@ def load_args(path: str, saved: dict, **changes) -> Args:
         args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
         validate(args)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+        raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
     return args
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
+def truncate_metrics(path: Path, kept_at: Path, last_step: int) -> None:
     """Drops what was logged after the checkpoint, and what cannot be read"""
     kept = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
         try:
             kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             print(f"{path}: line {number} is broken, it is left out")
     if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    Path(f"{path}.part").write_text("".join(kept))
-    os.replace(f"{path}.part", path)
+    Path(f"{kept_at}.part").write_text("".join(kept))
+    os.replace(f"{kept_at}.part", kept_at)
 
 
 @contextlib.contextmanager
@@ -2044,26 +2140,33 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
         if first.name != names[0]:
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
-    folders[0].mkdir(parents=True, exist_ok=True)
+    earlier = folders
+    if checkpoint and args.run_dir != checkpoint["args"]["run_dir"]:  # goes on elsewhere
+        folders = [Path(args.run_dir) / folder.name for folder in folders]
+        taken = folders[0].exists() and folders[0].resolve() != earlier[0]
+        game.refuse(taken, f"--run-dir {args.run_dir}: there is a {folders[0]} already")
     flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
     table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        lock = held.enter_context(open(folders[0] / "lock", "a+"))
         try:
+            folders[0].mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(folders[0] / "lock", "a+"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            for folder, old in zip(folders, earlier, strict=True):
+                folder.mkdir(exist_ok=True)
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+                if checkpoint:
+                    truncate_metrics(old / "metrics.jsonl", folder / "metrics.jsonl", step)
         except BlockingIOError as error:
-            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
-        lock.truncate(0)
-        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            raise game.UserError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        except OSError as error:
+            raise game.UserError(f"could not write to {error.filename or folders[0]}: {error.strerror}") from error
         threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
         held.callback(setattr, threading, "excepthook", before)
         writers = []
         for folder in folders:
-            folder.mkdir(exist_ok=True)
-            if not (folder / "args.json").exists():
-                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-            if checkpoint:
-                truncate_metrics(folder / "metrics.jsonl", step)
             writers.append(SummaryWriter(folder, purge_step=step + 1))
             held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
@@ -2084,12 +2187,31 @@ def init_ranks(device: torch.device) -> tuple[int, int, torch.device]:
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def rank_share(args: Args, world: int) -> Args:
+    """The games and batches of one of `world` ranks; a batch of two or more stays one, for games of either kind"""
+    share = {
+        name: math.ceil(getattr(args, name) / world) for name in ("num_envs", "subgoal_batch_size", "wm_batch_size")
+    }
+    for name in ("subgoal_batch_size", "wm_batch_size"):
+        share[name] = max(share[name], min(2, getattr(args, name)))
+    return dataclasses.replace(args, **share)
+
+
 def gather_ranks(value) -> list:
     """What each rank has, once all have it"""
     if not dist.is_initialized():
         return [value]
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
+    return found
+
+
+def gather_on_first_rank(value) -> list | None:
+    """What each rank has; the others get None"""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found)
     return found
 
 
@@ -2141,13 +2263,12 @@ class TrainState:
             torch.cuda.set_rng_state(saved["random"]["cuda"], self.env.device)
 
 
-def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], device, rank=0, watch=False) -> TrainState:
+def make_train_state(
+    args: Args, tables: list[list[str]], seeds: list[int], device, rank=0, watch=False, stream=0
+) -> TrainState:
     """Everything allocated. tables: who sits where, N names for each block of --num-envs games. watch: rule-based
-    players play, the learners look on"""
-    rows = len(tables) * args.num_envs * args.num_steps * args.config.num_players
-    size = 8 * rows * (300 + math.prod(args.config.observation_shape))
-    torch.empty(min(size, 1 << 60), dtype=torch.uint8, device=device)  # fails at once where a rollout would not fit
-    torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + watch)
+    players play, the learners look on. stream: games of another number are other games"""
+    torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + 97 * stream)
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
     decay = history_decay(args)
     redraw = ("never" if decay else "game") if watch else args.redraw
@@ -2164,11 +2285,11 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
         optimizers["opponents"] = make_optimizer(learned, args.subgoal_learning_rate)
     if networks.world is not None:
         optimizers["world"] = make_optimizer(networks.world.parameters(), args.wm_learning_rate, beta2=0.99)
-    replay, offline = Replay(args.replay_rollouts, m, device), None
+    replay, offline = Replay(args.replay_rollouts, device), None
     if networks.moa is not None and args.offline_ratio > 0 and not watch:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             half = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 2))
-            offline = make_train_state(half, tables, seeds, device, rank, watch=True)
+            offline = make_train_state(half, tables, seeds, device, rank, watch=True, stream=1)
         offline = dataclasses.replace(offline, networks=networks, optimizers={})
         offline.env.generator = env.generator  # a CUDA graph knows of one
     eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
@@ -2179,22 +2300,38 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     return TrainState(args, env, seats, networks, optimizers, rollout_state, replay, eps, horizon, offline)
 
 
-def tile_weights(weights: dict[str, torch.Tensor], members: int, index) -> dict[str, torch.Tensor]:
-    """[S * members, ...] of each seed's networks -> those of the seeds in `index`, one after the other"""
-    return {name: x.unflatten(0, (-1, members))[index].flatten(0, 1) for name, x in weights.items()}
+PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
+    "vae_checkpoint": ("pretrain_vae.py 8", ("prior", "inference", "moa", "moa_prior")),
+    "world_model_checkpoint": ("pretrain_world_model.py 8", ("world",)),
+}
 
 
-def load_pretrained(path: str, expected: str, names: tuple, args: Args, networks: Networks) -> None:
-    """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
-    saved = load_checkpoint(path, expected, ("must_match", "networks"), "checkpoint of pretraining")
+def check_pretrained(args: Args) -> None:
+    """Refuses checkpoints of pretraining that are missing, damaged or do not fit"""
     here = vars(args) | vars(args.config) | {"world_model": WorldModel.__name__}
-    for name, there in saved["must_match"].items():
-        game.refuse(there != here[name], f"{path} does not fit: {name} {there} (asked for: {here[name]})")
+    for flag, (expected, _) in PRETRAINED.items():
+        path = getattr(args, flag)
+        if path is not None:
+            start = f"--{flag.replace('_', '-')} {path}"
+            game.find_checkpoint(path, f"--{flag.replace('_', '-')}")
+            saved = load_checkpoint(path, expected, PRETRAINED_KEYS)
+            for name, there in saved["must_match"].items():
+                game.refuse(there != here.get(name), f"{start} does not fit: {name} {there}, here {here.get(name)}")
+            try:
+                load_pretrained(flag, args, make_networks(args, args.config, [0], torch.device("cpu")))
+            except game.UserError as error:
+                raise game.UserError(f"{start} does not fit: {error}") from error
+
+
+def load_pretrained(flag: str, args: Args, networks: Networks) -> None:
+    """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
+    expected, names = PRETRAINED[flag]
+    saved = load_checkpoint(getattr(args, flag), expected, PRETRAINED_KEYS)["networks"]
     for name in names:
-        weights, members = saved["networks"].get(name, {}), args.wm_ensemble if name == "world" else 1
-        there = min((len(x) for x in weights.values()), default=1) // members
-        index = torch.arange(len(getattr(networks, name)) // members) % max(1, there)
-        getattr(networks, name).load_state_dict(tile_weights(weights, members, index))
+        weights = saved.get(name) or {}
+        game.refuse(not weights, f"{name} is missing in what was saved")
+        index = torch.arange(len(getattr(networks, name))) % min(len(x) for x in weights.values())
+        getattr(networks, name).load_state_dict({key: x[index] for key, x in weights.items()})
 
 
 def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict[str, float]:
@@ -2202,14 +2339,14 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     -> metrics on fresh games"""
     table = game.seats_table(args.seats, args.config.num_players)
     watch_args = dataclasses.replace(args, num_envs=args.pretraining_games, share_parameters=True, compile=False)
-    watch = make_train_state(watch_args, [table] * len(seeds), seeds, state.env.device, rank, watch=True)
+    watch = make_train_state(watch_args, [table] * len(seeds), seeds, state.env.device, rank, watch=True, stream=2)
     networks, optimizers, replay = watch.networks, watch.optimizers, watch.replay
     rates = {"opponents": 3e-3} | ({"world": 2e-3} if networks.world is not None else {})
     if args.vae_checkpoint:
-        load_pretrained(args.vae_checkpoint, "subgoals-7", ("prior", "inference", "moa", "moa_prior"), args, networks)
+        load_pretrained("vae_checkpoint", args, networks)
         rates.pop("opponents")
     if args.world_model_checkpoint:
-        load_pretrained(args.world_model_checkpoint, "world-model-7", ("world",), args, networks)
+        load_pretrained("world_model_checkpoint", args, networks)
         rates.pop("world")
 
     def play():
@@ -2233,7 +2370,7 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     index = torch.arange(len(seeds), device=state.env.device).repeat_interleave(state.seats.num_learners // len(seeds))
     for name, stacked in networks._asdict().items():
         if stacked is not None and name != "policy":
-            tiled = tile_weights(stacked.state_dict(), args.wm_ensemble if name == "world" else 1, index)
+            tiled = {key: x[index] for key, x in stacked.state_dict().items()}
             getattr(state.networks, name).load_state_dict(tiled)
     for _ in range(args.replay_rollouts if state.offline is not None else 0):
         watch_rule_based(state.offline)
@@ -2277,7 +2414,6 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
         state.replay.push(transitions)
     if train_world and networks.world is not None and args.wm_updates > 0:
         losses = train_world_model(args, env.config, networks, state.optimizers["world"], *replays, args.wm_updates)
-        losses = {name: x.unflatten(0, (-1, args.wm_ensemble)).mean(1) for name, x in losses.items()}
         metrics |= {"losses/world_model": losses["loss"], "losses/world_model_grad_norm": losses["grad_norm"]}
     if train_opponents and networks.moa is not None and args.subgoal_updates > 0:
         optimizer = state.optimizers["opponents"]
@@ -2294,6 +2430,7 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
         steps = args.num_steps * transitions.done.shape[2] * (1 - real_ratio) / real_ratio
         games = math.ceil(steps / args.imagination_horizon / args.num_steps)
         rule_based = 0.5 if args.imagined_goals == "prior" else 0.0
+        games = max(games, 2 if rule_based else 1)  # one of each kind
         start = replayed_states(args, env, networks, sample_replays(*replays, rule_based, games, window=1))
         start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
         mask = learner_mask(env.config, start.board)
@@ -2316,31 +2453,44 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
     started, iteration, seconds, checkpoint = time.time(), 0, 0.0, None
-    if args.resume is None:
-        check_run_flags(args)
-    else:
-        checkpoint = load_checkpoint(args.resume)
-        args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config = validate(args)
+    steps_each = args.num_envs * args.num_steps
+    num_iterations = math.ceil(args.total_timesteps / steps_each)
+    if args.resume is not None:
+        args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
+        checkpoint = load_checkpoint(args.resume)
+        check_resume(args, load_args(args.resume, checkpoint["args"]))
+        iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
+        over = iteration > num_iterations
+        game.refuse(over, f"--total-timesteps {args.total_timesteps}: the run has {iteration * steps_each} already")
+    if checkpoint is None or args.run_dir != checkpoint["args"]["run_dir"]:
+        game.check_run_flags(args)
     rank, world, device = init_ranks(game.resolve_device(args.device))
     game.refuse(args.num_envs % world > 0, f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
-    if checkpoint and (checkpoint["device"], len(checkpoint["states"])) != (device.type, world):
-        raise ValueError(f"{args.resume} goes on on {len(checkpoint['states'])} rank(s) on {checkpoint['device']} only")
+    if checkpoint:
+        states, kind = checkpoint["states"], checkpoint["device"]
+        elsewhere = (kind, len(states)) != (device.type, world)
+        game.refuse(elsewhere, f"--resume {args.resume} goes on on {len(states)} rank(s) on {kind} only")
+    else:
+        check_pretrained(args)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
-    own = {name: math.ceil(getattr(args, name) / world) for name in ("num_envs", "subgoal_batch_size", "wm_batch_size")}
-    own_args = dataclasses.replace(args, compile=args.compile and device.type == "cuda", **own)  # this rank's share
+    own_args = dataclasses.replace(rank_share(args, world), compile=args.compile and device.type == "cuda")
+    game.check_memory(memory_needs(own_args), device)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     table = game.seats_table(args.seats, config.num_players)
     state = make_train_state(own_args, [table] * len(seeds), seeds, device, rank)
-    steps_each = args.num_envs * args.num_steps
-    num_iterations = math.ceil(args.total_timesteps / steps_each)
     say = tqdm.write if rank == 0 else lambda _: None
     loads = args.vae_checkpoint or args.world_model_checkpoint
     say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {world} x {device.type}")
+    script = {"name": Path(__file__).name, "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     if checkpoint:
-        state.load_state_dict(checkpoint["states"][rank])
-        iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
+        try:
+            state.load_state_dict(checkpoint["states"][rank])
+        except game.UserError as error:
+            raise game.UserError(f"--resume {args.resume}: {error}") from error
+        if checkpoint["script"] != script:
+            say(f"{args.resume} was made by another text than this script: {checkpoint['script'].get('name')}")
     elif state.networks.moa is not None and (args.pretraining_updates or args.offline_ratio or loads):
         say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
         found = pretrain(own_args, state, seeds, rank)
@@ -2371,20 +2521,29 @@ def main(args: Args) -> dict[str, float]:
             say(f"ready after {ready:.1f} s; run folder {found[0][0]}")
         return gather_ranks(found[0])[0], found[1]
 
-    def save(name="checkpoint.pt"):
-        states = gather_ranks(tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict()))
-        content = {"format": FORMAT, "args": dataclasses.asdict(args), "iteration": iteration, "device": device.type}
-        script = {"name": Path(__file__).name, "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-        content |= {"states": states, "script": script, "folders": [folder.name for folder in folders]}
+    def save(name="checkpoint.pt", **more):
+        own_state = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict())
+        states = gather_on_first_rank(own_state)
         if rank == 0:
-            save_checkpoint(folders[0] / name, content | {"seconds": seconds})
+            content = {
+                "format": FORMAT,
+                "args": dataclasses.asdict(args),
+                "iteration": iteration,
+                "device": device.type,
+                "states": states,
+                "script": script,
+                "folders": [folder.name for folder in folders],
+                "seconds": seconds,
+            }
+            save_checkpoint(folders[0] / name, content | more)
         gather_ranks(None)  # nobody goes on, or ends, before it is written
 
     ready, step, rows, asked = time.time() - started, iteration * steps_each, [{}], False
     with contextlib.ExitStack() as held:
         folders, writers = open_folders() if checkpoint else ([], [])
         stop = held.enter_context(stop_requests())
-        bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
+        total = num_iterations * steps_each
+        bar = tqdm(initial=step, total=total, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
         held.enter_context(bar)
         began, last_save = time.time() - seconds, time.time()
         while iteration < num_iterations and not asked:
@@ -2404,15 +2563,16 @@ def main(args: Args) -> dict[str, float]:
             metrics, step = state.metrics.read(), iteration * steps_each
             seconds = time.time() - began
             rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
-            for seed, problem in zip(seeds, map(find_bad_metric, rows), strict=True):
-                if problem:
-                    save("checkpoint_bad.pt")
-                    where = f"seed {seed}, iteration {iteration}; see {folders[0]}/checkpoint_bad.pt"
-                    raise FloatingPointError(f"{problem} ({where})")
             extra = {"charts/SPS": step / seconds, "charts/learning_rate": learning_rate, "time/training": seconds}
             extra |= samples["timer"].seconds() | {"time/ready": ready}
             for folder, writer, row in zip(folders, writers, rows, strict=False):
                 write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
+            for seed, row in zip(seeds, rows, strict=True):
+                problem = find_explosion(args, row, state.networks)
+                if problem:
+                    save("checkpoint_bad.pt", problem=problem)
+                    where = f"seed {seed}, iteration {iteration}; see {folders[0]}/checkpoint_bad.pt"
+                    raise FloatingPointError(f"{problem} ({where})")
             shown = np.mean([[row["charts/episodic_return"], row["charts/stag_share"]] for row in rows], 0)
             bar.set_postfix_str("return {:.3f}, stag share {:.2f}".format(*shown), refresh=False)
             bar.update(step - bar.n)
@@ -2430,7 +2590,8 @@ def main(args: Args) -> dict[str, float]:
                 if row:
                     writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")
     if asked and iteration < num_iterations:
-        say(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+        command = shlex.join(["python", sys.argv[0], "--resume", f"{folders[0]}/checkpoint.pt"])
+        say(f"stopped; go on with: {command}")
         raise SystemExit(128 + (stop or [signal.SIGTERM])[0])
     say(f"{seconds:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}

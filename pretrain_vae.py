@@ -1,4 +1,4 @@
-"""Pretrains the subgoal VAE, the recurrent subgoal inference and the model of the others' actions (MOA) on games of
+"""Pretrains the subgoal VAE, the subgoal inference and the model of the others' actions (MOA) on games of
 rule-based players, and measures them like a classifier.
 
     python pretrain_vae.py                                            # 4x4, continuous subgoals, both losses
@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -33,9 +34,11 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import stag_hunt_env as game
+from stag_hunt_env import NUM_ACTIONS, STAY, Count, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
+
 import numpy as np
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
@@ -47,11 +50,18 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-import stag_hunt_env as game
-from stag_hunt_env import NUM_ACTIONS, STAY, Count, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
-
-FORMAT = "subgoals-7"  # of a checkpoint
-KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
+FORMAT = "pretrain_vae.py 8"  # of a checkpoint
+KEYS = {  # in it
+    "args": dict,
+    "device": str,
+    "step": int,
+    "networks": dict,
+    "optimizer": dict,
+    "seconds": float,
+    "folders": list,
+    "must_match": dict,
+}
+MAY_CHANGE = ("epochs", "log_details", "run_dir", "device", "resume")
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
     "state only": "moa_prior",
     "with history": "moa",
@@ -68,7 +78,7 @@ class RunArgs:
     exp_name: str = Path(__file__).stem
     """first part of the run's name"""
     seed: Whole = 1
-    """seed of the first experiment; the others count up from it"""
+    """seed of the first experiment; the others count up from it, but are not what --seed 2, 3, ... alone would be"""
     num_seeds: Count = 1
     """S, experiments side by side, each with its own games, weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -76,7 +86,7 @@ class RunArgs:
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    """continue the run of this checkpoint or run folder, bit for bit, with its flags; more --epochs extend it"""
     log_details: bool = False
     """log every metric, not only the main ones"""
 
@@ -119,11 +129,18 @@ class Args(RunArgs, DataArgs, OpponentArgs):
 
 
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "opponent_model": OpponentArgs}
-make_args = Args  # as in the training scripts, where a method and a device change the defaults
+
+
+def make_args(**changes) -> Args:
+    """Complete flags; with `resume` those of the run that goes on"""
+    if changes.get("resume") is None:
+        return Args(**changes)
+    path = game.find_checkpoint(changes["resume"], "--resume")
+    return load_args(path, load_checkpoint(path)["args"], **changes)
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, Args(), words)
+    return game.parse(Args, GROUPS, make_args(**game.early_flags(words, resume=None, device="auto")), words)
 
 
 def validate(args: Args) -> StagHuntConfig:
@@ -132,11 +149,24 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    game.refuse(config.num_cells > 255, f"this script takes boards of up to 255 cells, not {config.num_cells}")
+    game.refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
     game.refuse(args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
     one = args.goal_kind == "discrete" and args.goal_dim < 2
     game.refuse(one, "--goal-kind discrete needs --goal-dim 2 or more")
     return config
+
+
+def memory_needs(args: Args) -> dict[str, int]:
+    """Flags -> bytes that they ask for, roughly"""
+    config, hidden, seeds = args.config, args.subgoal_hidden, args.num_seeds
+    planes, players = math.prod(config.observation_shape), config.num_players
+    table = (2 * config.height - 1) * (2 * config.width - 1) * (players + 2)  # rows of a BoardEncoder's
+    needs = {"--num-samples": seeds * args.num_samples * 400}
+    needs["--held-out-games"] = seeds * args.held_out_games * players * config.final_time * 400
+    needs["--goal-dim"] = 24 * seeds * args.goal_dim * (args.batch_size * config.final_time + planes + hidden)
+    needs["--subgoal-hidden"] = 64 * seeds * hidden * (table + 2 * planes + 4 * hidden)
+    needs["--batch-size"] = seeds * args.batch_size * config.final_time * 24 * (table + 8 * hidden)
+    return {f"{flag}, --num-seeds" if seeds > 1 else flag: size for flag, size in needs.items()}
 
 
 # ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
@@ -428,7 +458,7 @@ class Batch(NamedTuple):
     weight: torch.Tensor  # float [S, n] 1 where j acted, else 0
     clock: torch.Tensor  # float [S, n]
     place: torch.Tensor  # int64 [S, n] trajectory * T + step
-    last: torch.Tensor  # int64 [S, n] which game.sample is the last of the same trajectory: s^g
+    last: torch.Tensor  # int64 [S, n] which sample is the last of the same trajectory: s^g
     shape: tuple[int, int]  # B, T
 
 
@@ -648,7 +678,8 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
         with open(path, "a") as file:
             file.write(json.dumps({"steps": step, **finite}) + "\n")
     except OSError as error:
-        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
+        kept = ", the last checkpoint is safe" if (path.parent / "checkpoint.pt").exists() else ""
+        raise game.UserError(f"could not write {path}{kept}: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -687,11 +718,6 @@ def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.
     optimizer.zero_grad()
     loss.sum().backward()
     grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
-    if dist.is_initialized():
-        flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
-        dist.all_reduce(flat)
-        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
     norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -722,14 +748,13 @@ def train_epoch(args: Args, config, models: dict, optimizer, data: Trajectories,
     return {name: (value / samples).tolist() for name, value in sums.items()}
 
 
-def check_run_flags(args) -> None:
-    """Refuses what would fail only later"""
-    folder = Path(args.run_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
-    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
-    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
-    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
+def check_resume(args, saved) -> None:
+    """Refuses flags that differ from those of the run that goes on; MAY_CHANGE lists those that may."""
+    here, there = (vars(flags) | vars(flags.config) for flags in (args, saved))
+    for name in here.keys() - {"config", *MAY_CHANGE}:
+        flag, was = f"--{name.replace('_', '-')}", there[name]
+        may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
+        game.refuse(here[name] != was, f"{flag} {here[name]}: the resumed run has {was}; only {may} may change")
 
 
 @contextlib.contextmanager
@@ -753,27 +778,39 @@ def stop_requests():
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    """Written aside and renamed: what stands at `path` is always whole, also after a power cut. A checksum follows the
+    archive."""
     try:
         torch.save(content, f"{path}.part")
         with open(f"{path}.part", "r+b") as file:
             file.write(hashlib.file_digest(file, "sha256").digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(f"{path}.part", path)
     except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
-        reason = str(error).split("\n")[0]
-        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+        earlier = ", an earlier one there is untouched" if path.exists() else ""
+        raise game.UserError(f"could not write {path}{earlier}: {str(error).splitlines()[0]}") from error
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
-    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
-    data = Path(path).read_bytes()
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: dict = KEYS) -> dict:
+    """path: the checkpoint, or the run folder of any seed. keys: what it must hold -> of which type"""
+    path = game.find_checkpoint(path)
+    data = path.read_bytes()
     whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
-    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no checkpoint: its checksum is wrong")
+    try:
+        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch makes of an archive that somebody else wrote
+        raise game.UserError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
-    for key in keys:
-        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    game.refuse(found != expected, f"{path} is no checkpoint of this script: it is {found!r}, not {expected!r}")
+    for key, kind in keys.items():
+        value = saved.get(key)
+        wrong = not isinstance(value, kind) or value == [] or (kind in (int, float) and value < 0)
+        game.refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
+    if "problem" in saved:  # kept to be looked at
+        print(f"{path} was kept because {saved['problem']}")
+        return saved
     for name, x in tree_leaves_with_path(saved):
         bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
@@ -786,22 +823,22 @@ def load_args(path: str, saved: dict, **changes) -> Args:
         args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
         validate(args)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+        raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
     return args
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
+def truncate_metrics(path: Path, kept_at: Path, last_step: int) -> None:
     """Drops what was logged after the checkpoint, and what cannot be read"""
     kept = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
         try:
             kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             print(f"{path}: line {number} is broken, it is left out")
     if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    Path(f"{path}.part").write_text("".join(kept))
-    os.replace(f"{path}.part", path)
+    Path(f"{kept_at}.part").write_text("".join(kept))
+    os.replace(f"{kept_at}.part", kept_at)
 
 
 @contextlib.contextmanager
@@ -817,26 +854,33 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
         if first.name != names[0]:
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
-    folders[0].mkdir(parents=True, exist_ok=True)
+    earlier = folders
+    if checkpoint and args.run_dir != checkpoint["args"]["run_dir"]:  # goes on elsewhere
+        folders = [Path(args.run_dir) / folder.name for folder in folders]
+        taken = folders[0].exists() and folders[0].resolve() != earlier[0]
+        game.refuse(taken, f"--run-dir {args.run_dir}: there is a {folders[0]} already")
     flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
     table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        lock = held.enter_context(open(folders[0] / "lock", "a+"))
         try:
+            folders[0].mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(folders[0] / "lock", "a+"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            for folder, old in zip(folders, earlier, strict=True):
+                folder.mkdir(exist_ok=True)
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+                if checkpoint:
+                    truncate_metrics(old / "metrics.jsonl", folder / "metrics.jsonl", step)
         except BlockingIOError as error:
-            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
-        lock.truncate(0)
-        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            raise game.UserError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        except OSError as error:
+            raise game.UserError(f"could not write to {error.filename or folders[0]}: {error.strerror}") from error
         threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
         held.callback(setattr, threading, "excepthook", before)
         writers = []
         for folder in folders:
-            folder.mkdir(exist_ok=True)
-            if not (folder / "args.json").exists():
-                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-            if checkpoint:
-                truncate_metrics(folder / "metrics.jsonl", step)
             writers.append(SummaryWriter(folder, purge_step=step + 1))
             held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
@@ -847,14 +891,17 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
 def main(args: Args) -> dict[str, float]:
     """Returns the final figures, averaged over seeds, as {"with history/top1": ...}."""
     started, epoch, checkpoint = time.time(), 0, None
-    if args.resume is None:
-        check_run_flags(args)
-    else:
-        checkpoint = load_checkpoint(args.resume, what="VAE checkpoint")
-        args = load_args(args.resume, checkpoint["args"], device=args.device, resume=args.resume)
     config, device = validate(args), game.resolve_device(args.device)
-    if checkpoint and checkpoint["device"] != device.type:
-        raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
+    game.check_memory(memory_needs(args), device)
+    if args.resume is not None:
+        args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
+        checkpoint = load_checkpoint(args.resume)
+        check_resume(args, load_args(args.resume, checkpoint["args"]))
+        kind, over = checkpoint["device"], checkpoint["step"] > args.epochs
+        game.refuse(kind != device.type, f"--resume {args.resume} is a run on {kind}: it cannot go on on {device.type}")
+        game.refuse(over, f"--epochs {args.epochs}: the run has {checkpoint['step']} already")
+    if checkpoint is None or args.run_dir != checkpoint["args"]["run_dir"]:
+        game.check_run_flags(args)
     if device.type == "cuda":  # sums in the same order in each run
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -865,23 +912,26 @@ def main(args: Args) -> dict[str, float]:
     params = [p for stacked in models.values() for p in stacked.parameters()]
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
-        for name, stacked in models.items():
-            stacked.load_state_dict(checkpoint["networks"].get(name))
+        try:
+            for name, stacked in models.items():
+                stacked.load_state_dict(checkpoint["networks"].get(name))
+        except game.UserError as error:
+            raise game.UserError(f"--resume {args.resume}: {error}") from error
         try:
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{args.resume}: its optimizer does not fit: {error}") from error
+            raise game.UserError(f"{args.resume}: its optimizer does not fit: {error}") from error
         epoch, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = epoch < args.epochs
 
-    def save(name="checkpoint.pt"):
+    def save(name="checkpoint.pt", **more):
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": epoch}
         content |= {"networks": {name: stacked.state_dict() for name, stacked in models.items()}}
         content |= {"optimizer": optimizer.state_dict(), "seconds": time.time() - started}
         must_match = {name: getattr(args, name) for name in ("goal_kind", "goal_dim", "subgoal_hidden")}
         board = ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
         content["must_match"] = must_match | {name: getattr(config, name) for name in board}  # where it is loaded
-        save_checkpoint(folders[0] / name, content | {"folders": [folder.name for folder in folders]})
+        save_checkpoint(folders[0] / name, content | {"folders": [folder.name for folder in folders]} | more)
 
     run = open_run(args, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
     with run as (folders, writers), stop_requests() as stop:
@@ -890,11 +940,6 @@ def main(args: Args) -> dict[str, float]:
             while epoch < args.epochs and not stop:
                 losses = train_epoch(args, config, models, optimizer, data, epoch)
                 epoch += 1
-                bad = [name for name, values in losses.items() if not all(abs(x) < 1e6 for x in values)]
-                if bad or not all(p.abs().amax() < 1e6 for p in params):
-                    bad.append("total")
-                    save("checkpoint_bad.pt")
-                    raise FloatingPointError(f"losses/{bad[0]} is {losses[bad[0]]}; see {folders[0]}/checkpoint_bad.pt")
                 tables, _ = measure(args, config, models, Trajectories(*(x[:, :1000] for x in held_out)))
                 for s, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
                     row = {f"losses/{name}": values[s] for name, values in losses.items()}
@@ -902,12 +947,19 @@ def main(args: Args) -> dict[str, float]:
                         row |= {f"{TAGS[name]}/{key}": x for key, x in figures.items()}
                     row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
                     write_row(writer, folder / "metrics.jsonl", epoch, row, args.log_details)
+                bad = [name for name, values in losses.items() if not all(abs(x) < 1e6 for x in values)]
+                if bad or not all(p.abs().amax() < 1e6 for p in params):
+                    bad.append("total")
+                    problem = f"losses/{bad[0]} is {losses[bad[0]]}"
+                    save("checkpoint_bad.pt", problem=problem)
+                    raise FloatingPointError(f"{problem}; see {folders[0]}/checkpoint_bad.pt")
                 now, best = (np.mean([table[name]["top1"] for table in tables]) for name in PREDICTORS[1:3])
                 bar.set_postfix_str(f"loss {np.mean(losses['total']):.4g}, top-1 {now:.4f} (ceiling {best:.4f})")
                 bar.update()
                 save()
         if epoch < args.epochs:
-            print(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+            command = shlex.join(["python", sys.argv[0], "--resume", f"{folders[0]}/checkpoint.pt"])
+            print(f"stopped; go on with: {command}")
             raise SystemExit(128 + stop[0])
 
         tables, arrays = measure(args, config, models, held_out, Trajectories(*(x[:, :4000] for x in data)))

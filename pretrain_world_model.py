@@ -10,7 +10,7 @@
 A transition is one player's view of one step: (its planes, the joint action in its ego order) -> (its planes one step
 later, its own reward). `docs/pretrain_world_model.md` explains every figure this script prints.
 
-Axes: S seeds, M = S * wm_ensemble models, G games, T steps, N seats, C planes, H W board, n rows of any kind.
+Axes: S seeds, one model each, G games, T steps, N seats, C planes, H W board, n rows of any kind.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -31,9 +32,11 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import stag_hunt_env as game
+from stag_hunt_env import HUNT_STAG, NUM_ACTIONS, STAY, Count, Positive, StagHuntConfig, StagHuntEnv, Whole
+
 import numpy as np
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
@@ -44,11 +47,18 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-import stag_hunt_env as game
-from stag_hunt_env import NUM_ACTIONS, STAY, Count, Positive, StagHuntConfig, StagHuntEnv, Whole
-
-FORMAT = "world-model-7"  # of a checkpoint
-KEYS = ("args", "device", "step", "networks", "optimizer", "seconds", "folders", "must_match")  # in it
+FORMAT = "pretrain_world_model.py 8"  # of a checkpoint
+KEYS = {  # in it
+    "args": dict,
+    "device": str,
+    "step": int,
+    "networks": dict,
+    "optimizer": dict,
+    "seconds": float,
+    "folders": list,
+    "must_match": dict,
+}
+MAY_CHANGE = ("num_updates", "log_every", "log_details", "run_dir", "device", "resume")
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
 DETAILS = re.compile("wm/(per_channel_mse|reward_precision)/")  # logged only with --log-details
@@ -59,7 +69,7 @@ class RunArgs:
     exp_name: str = Path(__file__).stem
     """first part of the run's name"""
     seed: Whole = 1
-    """seed of the first experiment; the others count up from it"""
+    """seed of the first experiment; the others count up from it, but are not what --seed 2, 3, ... alone would be"""
     num_seeds: Count = 1
     """S, experiments side by side, each with its own games, weights and TensorBoard run"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -67,7 +77,8 @@ class RunArgs:
     run_dir: str = "runs"
     """folder in which the runs' folders are made"""
     resume: str | None = None
-    """continue the run of this checkpoint, bit for bit; all other flags but --device come from it"""
+    """continue the run of this checkpoint or run folder, bit for bit, with its flags; more --num-updates extend it,
+    --log-every may change too"""
     log_every: Count = 200
     """updates between two measurements, which are also checkpoints"""
     log_details: bool = False
@@ -94,8 +105,6 @@ class WorldModelArgs:
     """a distribution over possible boards, or every cell by mean squared error"""
     wm_hidden: Count = 128
     """width of the hidden layers (the pixel head's are twice as wide)"""
-    wm_ensemble: Count = 1
-    """world models per experiment, same data, other weights and minibatches"""
     wm_channel_weights: tuple[float, ...] | None = None
     """pixel head: weight of each plane's error, for example 2 2 2 2 1 1 1 (None: all 1)"""
     num_updates: Count = 3000
@@ -112,17 +121,24 @@ class Args(RunArgs, DataArgs, WorldModelArgs):
 
 
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "data": DataArgs, "world_model": WorldModelArgs}
-make_args = Args  # as in the training scripts, where a method and a device change the defaults
+
+
+def make_args(**changes) -> Args:
+    """Complete flags; with `resume` those of the run that goes on"""
+    if changes.get("resume") is None:
+        return Args(**changes)
+    path = game.find_checkpoint(changes["resume"], "--resume")
+    return load_args(path, load_checkpoint(path)["args"], **changes)
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, GROUPS, Args(), words)
+    return game.parse(Args, GROUPS, make_args(**game.early_flags(words, resume=None, device="auto")), words)
 
 
 def parse_board(board: str) -> tuple[int, int]:
     height, cross, width = board.partition("x")
     right = cross and height.isdecimal() and width.isdecimal()
-    game.refuse(not right, f"a board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
+    game.refuse(not right, f"--evaluate-board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
     return int(height), int(width)
 
 
@@ -135,16 +151,32 @@ def validate(args: Args) -> StagHuntConfig:
     pixel, board = args.wm_head == "pixel", args.evaluate_board
     weights, planes = args.wm_channel_weights, config.observation_shape[0]
     refuse(config.prosocial and not pixel, "--prosocial rewards depend on the whole board: --wm-head pixel")
-    refuse(weights and not pixel, "--wm-channel-weights belongs to --wm-head pixel")
-    refuse(len(weights or range(planes)) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
-    refuse(not all(0 <= w < math.inf for w in weights or []), "--wm-channel-weights must be numbers >= 0")
+    if weights is not None:
+        refuse(not pixel, "--wm-channel-weights belongs to --wm-head pixel")
+        refuse(len(weights) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
+        refuse(not all(0 <= w < math.inf for w in weights), "--wm-channel-weights must be numbers >= 0")
     refuse(board and not args.evaluate, "--evaluate-board belongs to --evaluate")
-    refuse(board and pixel, f"the pixel head knows one board size, {config.height}x{config.width}: no --evaluate-board")
+    refuse(board and pixel, f"--evaluate-board: the pixel head knows one size, {config.height}x{config.width}")
     refuse(args.evaluate and args.resume, "--evaluate and --resume exclude each other")
     if board:
         height, width = parse_board(board)
-        config = dataclasses.replace(config, height=height, width=width)
+        try:
+            config = dataclasses.replace(config, height=height, width=width)
+        except game.UserError as error:
+            raise game.UserError(f"--evaluate-board {board}: {error}") from error
     return config
+
+
+def memory_needs(args: Args) -> dict[str, int]:
+    """Flags -> bytes that they ask for, roughly"""
+    config, hidden, seeds = args.config, args.wm_hidden, args.num_seeds
+    planes, players = math.prod(config.observation_shape), config.num_players
+    needs = {"--num-transitions": seeds * args.num_transitions * 6 * planes}
+    needs["--held-out-games"] = seeds * args.held_out_games * players * config.final_time * 4 * planes
+    needs["--height, --width"] = 8 * config.num_cells**2
+    needs["--wm-hidden"] = 64 * seeds * hidden * (150 + planes + hidden)
+    needs["--batch-size"] = seeds * args.batch_size * players * 16 * (150 + hidden)
+    return {f"{flag}, --num-seeds" if seeds > 1 else flag: size for flag, size in needs.items()}
 
 
 # ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
@@ -241,14 +273,21 @@ class WorldModel(nn.Module):
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         self.num_players, self.by_name = config.num_players, config.strengths is not None
         # The player's own action; around it, how many do what (a sum: two hunters differ from one), or, where players
-        # differ in strength, who does; and the board.
-        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * (config.num_players if self.by_name else 1) + 4)
+        # differ in strength, who does, and how strong each is; and the board.
+        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        if self.by_name:
+            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * config.num_players + 4) + config.num_players
+            seat = torch.arange(config.num_players)
+            strengths = torch.tensor(config.strengths, dtype=torch.float32)[(seat[:, None] + seat) % config.num_players]
+            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)  # [seat, N] in ego order
         self.padding = -inputs % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
-        # One head per own action: a bystander is not mistaken for one of the party that it stands among.
+        # One head per own action: a bystander is not mistaken for one of the party that it stands among. And one payoff
+        # head per size of a hunting party: one head for all would pay four hunters, which are rare, as three.
         self.outcome_head = layer(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
         self.prey_head = layer(args.wm_hidden, 1, 0.01)
-        self.reward_head = layer(args.wm_hidden, NUM_ACTIONS * len(self.payoffs), 0.01)
+        self.num_payoff_heads = HUNT_STAG + 2 * config.num_players
+        self.payoff_head = layer(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
     def read(self, board):
         """uint8 [n, C, H, W] -> planes [n, C, H*W], cell [n, N], present [n, N]"""
@@ -256,10 +295,11 @@ class WorldModel(nn.Module):
         players = planes[:, : self.num_players]
         return planes, players.argmax(2), players.amax(2) > 0
 
-    def forward(self, board, joint):
-        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order -> logits of each player's
-        outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's payoff [n, R]"""
-        planes, cell, _ = self.read(board)
+    def forward(self, board, joint, seat):
+        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order, the observer's seat [n]
+        -> logits of each player's outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's
+        payoff [n, R]"""
+        planes, cell, present = self.read(board)
         n, seen = self.num_players, planes.to(self.prey_head.weight.dtype)
         own = F.one_hot(joint.long(), NUM_ACTIONS).to(seen.dtype)
         painted = own.mT @ seen[:, :n]  # [n, 7, H*W]
@@ -268,25 +308,33 @@ class WorldModel(nn.Module):
         painted = F.pad(torch.cat([painted, seen[:, n:], torch.ones_like(seen[:, :1])], 1), (0, 1))  # off the board: 0
         around = self.around[cell].flatten(1)[:, None].expand(-1, painted.shape[1], -1)  # [n, _, N * 9]
         patch = painted.gather(2, around).unflatten(2, (n, 9)).transpose(1, 2).flatten(2)
-        x = F.pad(torch.cat([own, patch], 2), (0, self.padding))
+        inputs = [own, patch]
+        if self.by_name:
+            inputs.append(self.strengths[seat.long()][:, None].expand(-1, n, -1).to(seen.dtype))
+        x = F.pad(torch.cat(inputs, 2), (0, self.padding))
         x = self.trunk(x).relu_()  # [n, N, hidden]
         walls = F.pad(planes[:, n], (0, 1), value=1)
         blocked = walls.gather(1, self.target[cell].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = planes[:, -2:].amax(1).gather(1, cell) == 0  # nobody leaves from here
-        outcome = self.by_action(self.outcome_head(x), joint).float()
+        outcome = self.select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
         outcome = outcome.masked_fill(torch.cat([blocked, no_prey[..., None]], 2), -1e9)
-        payoff = self.by_action(self.reward_head(x[:, 0]), joint[:, 0])
+        action = joint[:, 0].long()
+        party = ((cell == cell[:, :1]) & (joint == joint[:, :1]) & present).sum(1).clamp(min=1)
+        hunt_head = HUNT_STAG + (action - HUNT_STAG) * n + party - 1
+        payoff_head = torch.where(action >= HUNT_STAG, hunt_head, action)
+        payoff = self.select_head(self.payoff_head(x[:, 0]), payoff_head, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
     @staticmethod
-    def by_action(logits, action):  # [..., 7 * outputs] -> [..., outputs]
-        logits = logits.unflatten(-1, (NUM_ACTIONS, -1))
-        index = action.long()[..., None, None].expand(*action.shape, 1, logits.shape[-1])
+    def select_head(logits, head, num_heads: int):
+        """[..., num_heads * outputs], int64 [...] -> [..., outputs]"""
+        logits = logits.unflatten(-1, (num_heads, -1))
+        index = head[..., None, None].expand(*head.shape, 1, logits.shape[-1])
         return logits.gather(-2, index).squeeze(-2)
 
-    def loss(self, board, joint, next_board, reward):
+    def loss(self, board, joint, seat, next_board, reward):
         """-> [n]"""
-        outcome, taken, payoff = self(board, joint)
+        outcome, taken, payoff = self(board, joint, seat)
         planes, cell, present = self.read(board)
         next_planes, next_cell, next_present = self.read(next_board)
         goes = (self.target[cell] == next_cell[..., None]).byte().argmax(2)
@@ -297,15 +345,15 @@ class WorldModel(nn.Module):
         paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
         return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
 
-    def predict(self, board, joint):
+    def predict(self, board, joint, seat):
         """-> the most likely next board uint8 [n, C, H, W], reward [n]"""
-        outcome, taken, payoff = self(board, joint)
+        outcome, taken, payoff = self(board, joint, seat)
         certain = torch.zeros_like(outcome).scatter(2, outcome.argmax(2, keepdim=True), 1.0)
         return self.paint(board, certain, (taken > 0).float()).to(torch.uint8), self.payoffs[payoff.argmax(1)]
 
-    def expected_planes(self, board, joint):
+    def expected_planes(self, board, joint, seat):
         """-> float [n, C, H, W]: the probabilities behind the prediction"""
-        outcome, taken, _ = self(board, joint)
+        outcome, taken, _ = self(board, joint, seat)
         return self.paint(board, outcome.softmax(2), taken.sigmoid())
 
     def paint(self, board, outcome, taken):
@@ -327,31 +375,32 @@ class PixelWorldModel(nn.Module):
         planes, hidden = math.prod(config.observation_shape), 2 * args.wm_hidden
         weights = torch.tensor(args.wm_channel_weights or [1.0] * config.observation_shape[0]).view(-1, 1, 1)
         self.register_buffer("channel_weights", weights, persistent=False)
-        self.layers = mlp(planes + NUM_ACTIONS * config.num_players, hidden, hidden, hidden, planes + 1)
+        self.num_players = config.num_players
+        self.layers = mlp(planes + (NUM_ACTIONS + 1) * config.num_players, hidden, hidden, hidden, planes + 1)
 
-    def forward(self, board, joint):
+    def forward(self, board, joint, seat):
         acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(1)
-        x = self.layers(torch.cat([board.flatten(1), acts], 1).to(self.layers[0].weight.dtype))
+        seat = F.one_hot(seat.long(), self.num_players)  # whose strength is whose
+        x = self.layers(torch.cat([board.flatten(1), acts, seat], 1).to(self.layers[0].weight.dtype))
         return x[:, :-1].view(board.shape), x[:, -1]
 
-    def loss(self, board, joint, next_board, reward):
-        planes, paid = self(board, joint)
+    def loss(self, board, joint, seat, next_board, reward):
+        planes, paid = self(board, joint, seat)
         squared = (planes - next_board).square() * self.channel_weights
         return squared.mean((2, 3)).sum(1) + (paid - reward).square()
 
-    def predict(self, board, joint):
-        planes, paid = self(board, joint)
+    def predict(self, board, joint, seat):
+        planes, paid = self(board, joint, seat)
         return (planes > 0.5).to(torch.uint8), paid
 
-    def expected_planes(self, board, joint):
-        return self(board, joint)[0]
+    def expected_planes(self, board, joint, seat):
+        return self(board, joint, seat)[0]
 
 
 def make_world_model(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Stacked:
-    """M = seeds * wm_ensemble models, seed by seed"""
-    members = [1000 * seed + member for seed in seeds for member in range(args.wm_ensemble)]
+    """One for each seed"""
     kind = WorldModel if args.wm_head == "structured" else PixelWorldModel
-    return Stacked(lambda: kind(config, args), members, device)
+    return Stacked(lambda: kind(config, args), [1000 * seed for seed in seeds], device)
 
 
 # ---- Data
@@ -397,6 +446,7 @@ class Dataset(NamedTuple):
 
     board: torch.Tensor  # uint8 [..., C, H, W]
     joint: torch.Tensor  # uint8 [..., N]
+    seat: torch.Tensor  # int64, the observer's
     next_board: torch.Tensor
     reward: torch.Tensor
     last_step: torch.Tensor  # bool: the clock runs out with the step
@@ -409,7 +459,8 @@ def make_dataset(games: list[Games], limit: int | None = None) -> Dataset:
     for g in games:
         last_step = torch.zeros_like(g.acted)
         last_step[:, -1] = True
-        fields = g.boards[:, :-1], g.joint, g.boards[:, 1:], g.reward, last_step, g.ended
+        seat = torch.arange(g.acted.shape[2], device=g.acted.device).expand_as(g.acted)
+        fields = g.boards[:, :-1], g.joint, seat, g.boards[:, 1:], g.reward, last_step, g.ended
         parts.append(Dataset(*(x[g.acted][:limit] for x in fields)))
     count = min(len(part.board) for part in parts)
     return tree_map(lambda *x: torch.stack([part[:count] for part in x]), *parts)
@@ -419,16 +470,16 @@ def make_dataset(games: list[Games], limit: int | None = None) -> Dataset:
 
 
 class Prediction(NamedTuple):
-    """M models, n transitions"""
+    """S models, n transitions"""
 
-    board: torch.Tensor  # uint8 [M, n, C, H, W] the most likely next board
-    reward: torch.Tensor  # [M, n]
-    planes: torch.Tensor  # float [M, n, C, H, W] the numbers behind the board
+    board: torch.Tensor  # uint8 [S, n, C, H, W] the most likely next board
+    reward: torch.Tensor  # [S, n]
+    planes: torch.Tensor  # float [S, n, C, H, W] the numbers behind the board
 
 
 @torch.no_grad()
-def predict_boards(world: Stacked, board, joint, size: int = 2048) -> Prediction:
-    parts = zip(board.split(size, 1), joint.split(size, 1), strict=True)
+def predict_boards(world: Stacked, data: Dataset, size: int = 2048) -> Prediction:
+    parts = zip(data.board.split(size, 1), data.joint.split(size, 1), data.seat.split(size, 1), strict=True)
     parts = [Prediction(*world(*rows, method="predict"), world(*rows, method="expected_planes")) for rows in parts]
     return Prediction(*(torch.cat(field, 1) for field in zip(*parts, strict=True)))
 
@@ -461,8 +512,8 @@ def reward_event(config: StagHuntConfig, reward) -> torch.Tensor:
 
 
 def one_step_metrics(config: StagHuntConfig, data: Dataset, predicted: Prediction) -> dict[str, torch.Tensor]:
-    """Each [M]"""
-    per_channel = (predicted.planes - data.next_board).square().mean((1, 3, 4))  # [M, C]
+    """Each [S]"""
+    per_channel = (predicted.planes - data.next_board).square().mean((1, 3, 4))  # [S, C]
     mse = per_channel.mean(1)
     nobody = predicted.board[:, :, : config.num_players].flatten(2).amax(2) == 0
     ended = nobody | data.last_step
@@ -487,48 +538,36 @@ def one_step_metrics(config: StagHuntConfig, data: Dataset, predicted: Predictio
 
 @torch.no_grad()
 def steps_ahead(world: Stacked, games: list[Games], limit: int = 2000) -> dict[str, torch.Tensor]:
-    """exact_match/k [M]: exact boards after k steps of the model on its own boards, given the actions that were played.
+    """exact_match/k [S]: exact boards after k steps of the model on its own boards, given the actions that were played.
     One list entry per seed; only rollouts in which the observer is on the board until the last step."""
-    members = len(world) // len(games)
     metrics = {}
     for k in STEPS_AHEAD:
         starts = [g.acted[:, k - 1 :].nonzero() for g in games]  # (game, t, observer), on the board still at t + k - 1
         count = min(limit, *(len(start) for start in starts))
         if count == 0:
             continue
-        boards, joints = [], []  # [S][count, k + 1, ...] and [S][count, k, N]
+        boards, joints, observers = [], [], []  # [S][count, k + 1, ...], [S][count, k, N] and [S][count]
         for g, start in zip(games, starts, strict=True):
             rows = torch.linspace(0, len(start) - 1, count, device=start.device).long()
             game, t, observer = start[rows].T[..., None]
             step = torch.arange(k + 1, device=start.device)
             boards.append(g.boards[game, t + step, observer])
             joints.append(g.joint[game, t + step[:-1], observer])
-        truth, joint = (torch.stack(x).repeat_interleave(members, 0).transpose(1, 2) for x in (boards, joints))
-        board = truth[:, 0]
+            observers.append(observer[:, 0])
+        truth, joint = (torch.stack(x).transpose(1, 2) for x in (boards, joints))
+        board, seat = truth[:, 0], torch.stack(observers)
         for step in range(k):
-            board = world(board, joint[:, step], method="predict")[0]
+            board = world(board, joint[:, step], seat, method="predict")[0]
         metrics[f"exact_match/{k}"] = (board == truth[:, k]).flatten(2).all(2).float().mean(1)
     return metrics
 
 
 def measure(world: Stacked, config: StagHuntConfig, held_out: Dataset, games: list[Games] | None = None) -> list[dict]:
-    """-> one dict of floats per seed: the mean over the ensemble's members, and how often these disagree; with `games`,
-    also k steps ahead"""
-    num_seeds = len(held_out.board)
-    members = len(world) // num_seeds
-    data = Dataset(*(x.repeat_interleave(members, 0) for x in held_out))
-    predicted = predict_boards(world, data.board, data.joint)
-    metrics = one_step_metrics(config, data, predicted)
+    """-> one dict of floats per seed; with `games`, also k steps ahead"""
+    metrics = one_step_metrics(config, held_out, predict_boards(world, held_out))
     if games is not None:
         metrics |= steps_ahead(world, games)
-    metrics = {name: x.unflatten(0, (-1, members)).nanmean(1) for name, x in metrics.items()}
-    if members > 1:
-        boards = predicted.board.unflatten(0, (-1, members))
-        agree = (boards == boards[:, :1]).flatten(3).all(3).all(1)  # [S, n]
-        right = (boards[:, 0] == held_out.next_board).flatten(2).all(2)
-        metrics["disagreement"] = 1 - agree.float().mean(1)
-        metrics["exact_match_when_agreed"] = (right & agree).sum(1) / agree.sum(1)
-    return [{name: float(x[s]) for name, x in metrics.items()} for s in range(num_seeds)]
+    return [{name: float(x[s]) for name, x in metrics.items()} for s in range(len(world))]
 
 
 # ---- Tables and pictures
@@ -570,7 +609,8 @@ def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float
         with open(path, "a") as file:
             file.write(json.dumps({"steps": step, **finite}) + "\n")
     except OSError as error:
-        raise OSError(f"could not write {path}, the last checkpoint is safe: {error.strerror}") from error
+        kept = ", the last checkpoint is safe" if (path.parent / "checkpoint.pt").exists() else ""
+        raise game.UserError(f"could not write {path}{kept}: {error.strerror}") from error
     with never_fatal("write to TensorBoard"):
         for name, value in row.items():
             writer.add_scalar(name, value, step)
@@ -617,12 +657,11 @@ def draw_calibration(config: StagHuntConfig, data: Dataset, predicted: Predictio
 
 
 def draw_pictures(config, world, held_out: Dataset, rows: list[dict], folders: list[Path], writers, step) -> None:
-    """The first ensemble member of each seed, on 4000 transitions: its worst cases, some others, a summary"""
-    members = len(world) // len(folders)
+    """Each seed's model on 4000 transitions: its worst cases, some others, a summary"""
     data = Dataset(*(x[:, :4000] for x in held_out))
-    predicted = predict_boards(world, *(x.repeat_interleave(members, 0) for x in (data.board, data.joint)))
+    predicted = predict_boards(world, data)
     for s, folder in enumerate(folders):
-        own, guess = Dataset(*(x[s] for x in data)), Prediction(*(x[s * members] for x in predicted))
+        own, guess = Dataset(*(x[s] for x in data)), Prediction(*(x[s] for x in predicted))
         error = (guess.planes - own.next_board).square().flatten(1).sum(1) + (guess.reward - own.reward).abs()
         figures = {
             "cases_worst": draw_cases(config, own, guess, error.argsort(descending=True)[:4].tolist()),
@@ -660,11 +699,6 @@ def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.
     optimizer.zero_grad()
     loss.sum().backward()
     grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
-    if dist.is_initialized():
-        flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
-        dist.all_reduce(flat)
-        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
     norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -674,28 +708,27 @@ def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.
 
 
 def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last: int) -> torch.Tensor:
-    """Updates `first` to `last` on data [S, n, ...] -> their mean loss [M]"""
+    """Updates `first` to `last` on data [S, n, ...] -> their mean loss [S]"""
     torch.manual_seed(1_000_003 * args.seed + first)  # so a resumed run goes on with the same numbers
-    (num_seeds, size), num_models, device = data.board.shape[:2], len(world), data.board.device
-    seed = torch.arange(num_seeds, device=device).repeat_interleave(num_models // num_seeds)[:, None]
-    total = torch.zeros(num_models, device=device)
+    (num_seeds, size), device = data.board.shape[:2], data.board.device
+    seed = torch.arange(num_seeds, device=device)[:, None]
+    total = torch.zeros(num_seeds, device=device)
     for update in range(first, last):
         optimizer.param_groups[0]["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * update / args.num_updates))
-        index = torch.randint(size, (num_models, args.batch_size), device=device)
-        loss = world(*(x[seed, index] for x in data[:4]), method="loss").mean(1)
+        index = torch.randint(size, (num_seeds, args.batch_size), device=device)
+        loss = world(*(x[seed, index] for x in data[:5]), method="loss").mean(1)
         optimizer_step(optimizer, loss, 1.0)
         total += loss.detach()
     return total / (last - first)
 
 
-def check_run_flags(args) -> None:
-    """Refuses what would fail only later"""
-    folder = Path(args.run_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    named, writable = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name), there.is_dir() and os.access(there, os.W_OK)
-    game.refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
-    game.refuse(not args.run_dir or not writable, f"--run-dir {args.run_dir!r} is no folder that can be written to")
-    game.refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
+def check_resume(args, saved) -> None:
+    """Refuses flags that differ from those of the run that goes on; MAY_CHANGE lists those that may."""
+    here, there = (vars(flags) | vars(flags.config) for flags in (args, saved))
+    for name in here.keys() - {"config", *MAY_CHANGE}:
+        flag, was = f"--{name.replace('_', '-')}", there[name]
+        may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
+        game.refuse(here[name] != was, f"{flag} {here[name]}: the resumed run has {was}; only {may} may change")
 
 
 @contextlib.contextmanager
@@ -719,27 +752,39 @@ def stop_requests():
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands at `path` is always whole. A checksum follows the archive."""
+    """Written aside and renamed: what stands at `path` is always whole, also after a power cut. A checksum follows the
+    archive."""
     try:
         torch.save(content, f"{path}.part")
         with open(f"{path}.part", "r+b") as file:
             file.write(hashlib.file_digest(file, "sha256").digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(f"{path}.part", path)
     except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
-        reason = str(error).split("\n")[0]
-        raise OSError(f"could not write {path}, an earlier one there is untouched: {reason}") from error
+        earlier = ", an earlier one there is untouched" if path.exists() else ""
+        raise game.UserError(f"could not write {path}{earlier}: {str(error).splitlines()[0]}") from error
 
 
-def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: tuple = KEYS, what: str = "checkpoint") -> dict:
-    game.refuse(not Path(path).is_file(), f"there is no {what} {str(path)!r}")
-    data = Path(path).read_bytes()
+def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: dict = KEYS) -> dict:
+    """path: the checkpoint, or the run folder of any seed. keys: what it must hold -> of which type"""
+    path = game.find_checkpoint(path)
+    data = path.read_bytes()
     whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no {what}: its checksum is wrong")
-    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no checkpoint: its checksum is wrong")
+    try:
+        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch makes of an archive that somebody else wrote
+        raise game.UserError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    game.refuse(found != expected, f"{path} is no {what} of this script: its format is {found!r}, not {expected!r}")
-    for key in keys:
-        game.refuse(key not in saved, f"{path} is no whole {what}: {key} is missing")
+    game.refuse(found != expected, f"{path} is no checkpoint of this script: it is {found!r}, not {expected!r}")
+    for key, kind in keys.items():
+        value = saved.get(key)
+        wrong = not isinstance(value, kind) or value == [] or (kind in (int, float) and value < 0)
+        game.refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
+    if "problem" in saved:  # kept to be looked at
+        print(f"{path} was kept because {saved['problem']}")
+        return saved
     for name, x in tree_leaves_with_path(saved):
         bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
@@ -752,22 +797,22 @@ def load_args(path: str, saved: dict, **changes) -> Args:
         args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
         validate(args)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: its flags are not those of this script: {error}") from error
+        raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
     return args
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
+def truncate_metrics(path: Path, kept_at: Path, last_step: int) -> None:
     """Drops what was logged after the checkpoint, and what cannot be read"""
     kept = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
         try:
             kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             print(f"{path}: line {number} is broken, it is left out")
     if last_step and not kept:
         print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    Path(f"{path}.part").write_text("".join(kept))
-    os.replace(f"{path}.part", path)
+    Path(f"{kept_at}.part").write_text("".join(kept))
+    os.replace(f"{kept_at}.part", kept_at)
 
 
 @contextlib.contextmanager
@@ -783,26 +828,33 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
         if first.name != names[0]:
             names = [f"{first.name}__{seed}" for seed in seeds]
         folders = [first, *(first.parent / name for name in names[1:])]
-    folders[0].mkdir(parents=True, exist_ok=True)
+    earlier = folders
+    if checkpoint and args.run_dir != checkpoint["args"]["run_dir"]:  # goes on elsewhere
+        folders = [Path(args.run_dir) / folder.name for folder in folders]
+        taken = folders[0].exists() and folders[0].resolve() != earlier[0]
+        game.refuse(taken, f"--run-dir {args.run_dir}: there is a {folders[0]} already")
     flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
     table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
     with contextlib.ExitStack() as held:
-        lock = held.enter_context(open(folders[0] / "lock", "a+"))
         try:
+            folders[0].mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(folders[0] / "lock", "a+"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            for folder, old in zip(folders, earlier, strict=True):
+                folder.mkdir(exist_ok=True)
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+                if checkpoint:
+                    truncate_metrics(old / "metrics.jsonl", folder / "metrics.jsonl", step)
         except BlockingIOError as error:
-            raise ValueError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
-        lock.truncate(0)
-        print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
+            raise game.UserError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
+        except OSError as error:
+            raise game.UserError(f"could not write to {error.filename or folders[0]}: {error.strerror}") from error
         threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
         held.callback(setattr, threading, "excepthook", before)
         writers = []
         for folder in folders:
-            folder.mkdir(exist_ok=True)
-            if not (folder / "args.json").exists():
-                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-            if checkpoint:
-                truncate_metrics(folder / "metrics.jsonl", step)
             writers.append(SummaryWriter(folder, purge_step=step + 1))
             held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
             with never_fatal("write to TensorBoard"):
@@ -813,24 +865,35 @@ def open_run(args, label: str, checkpoint: dict | None, step: int):
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
     started, update, checkpoint = time.time(), 0, None
-    path = args.evaluate if args.resume is None else args.resume
-    if path is None:
-        check_run_flags(args)
-    else:
-        checkpoint = load_checkpoint(path, what="world-model checkpoint")
-        kept = {name: getattr(args, name) for name in ("device", "resume", "evaluate", "evaluate_board")}
-        args = load_args(path, checkpoint["args"], **kept)
+    validate(args)
+    if args.evaluate is not None:
+        checkpoint = load_checkpoint(args.evaluate)
+        kept = {name: getattr(args, name) for name in ("device", "evaluate", "evaluate_board")}
+        args = load_args(args.evaluate, checkpoint["args"], **kept, resume=None)
+        game.check_writable(game.find_checkpoint(args.evaluate).parent, "--evaluate")
     config, device = validate(args), game.resolve_device(args.device)
-    if args.resume is not None and checkpoint["device"] != device.type:
-        raise ValueError(f"{args.resume} is a run on {checkpoint['device']}: it cannot go on on {device.type}")
+    game.check_memory(memory_needs(args), device)
+    if args.resume is not None:
+        args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
+        checkpoint = load_checkpoint(args.resume)
+        check_resume(args, load_args(args.resume, checkpoint["args"]))
+        kind, over = checkpoint["device"], checkpoint["step"] > args.num_updates
+        game.refuse(kind != device.type, f"--resume {args.resume} is a run on {kind}: it cannot go on on {device.type}")
+        game.refuse(over, f"--num-updates {args.num_updates}: the run has {checkpoint['step']} already")
+    if checkpoint is None or args.run_dir != checkpoint["args"]["run_dir"]:
+        game.check_run_flags(args)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     games, held_out_games = zip(*(collect_games(args, config, seed, device) for seed in seeds), strict=True)
     held_out = make_dataset(held_out_games)
     world = make_world_model(args, config, seeds, device)
     if checkpoint:
-        world.load_state_dict(checkpoint["networks"].get("world"))
+        try:
+            world.load_state_dict(checkpoint["networks"].get("world"))
+        except game.UserError as error:
+            raise game.UserError(f"{args.evaluate or args.resume}: {error}") from error
     if args.evaluate is not None:
-        folders = [Path(args.evaluate).parent / f"evaluation_{config.setting}" / f"seed_{seed}" for seed in seeds]
+        beside = game.find_checkpoint(args.evaluate).parent / f"evaluation_{config.setting}"
+        folders = [beside / f"seed_{seed}" for seed in seeds]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         rows = report(args, config, world, held_out_games, held_out, folders, [], 0)
@@ -843,20 +906,20 @@ def main(args: Args) -> dict[str, float]:
         try:
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{args.resume}: its optimizer does not fit: {error}") from error
+            raise game.UserError(f"{args.resume}: its optimizer does not fit: {error}") from error
         update, started = checkpoint["step"], started - checkpoint["seconds"]
     unfinished = update < args.num_updates
 
-    def save(name="checkpoint.pt"):
+    def save(name="checkpoint.pt", **more):
         content = {"format": FORMAT, "args": dataclasses.asdict(args), "device": device.type, "step": update}
         content |= {"networks": {"world": world.state_dict()}, "optimizer": optimizer.state_dict()}
         content |= {"seconds": time.time() - started, "folders": [folder.name for folder in folders]}
         names = ["num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial"]
         names += ["height", "width"] if args.wm_head == "pixel" else []
         must_match = {"world_model": type(world.network).__name__}
-        must_match |= {"wm_hidden": args.wm_hidden, "wm_ensemble": args.wm_ensemble}
+        must_match["wm_hidden"] = args.wm_hidden
         content["must_match"] = must_match | {name: getattr(config, name) for name in names}  # where it is loaded
-        save_checkpoint(folders[0] / name, content)
+        save_checkpoint(folders[0] / name, content | more)
 
     run = open_run(args, f"{config.setting}_{args.wm_head}", checkpoint, update)
     with run as (folders, writers), stop_requests() as stop:
@@ -865,23 +928,24 @@ def main(args: Args) -> dict[str, float]:
         with tqdm(initial=update, total=args.num_updates, unit="update", mininterval=1) as bar:
             while update < args.num_updates and not stop:
                 last = min(update + args.log_every, args.num_updates)
-                loss = train(args, world, optimizer, data, update, last).view(args.num_seeds, -1).mean(1)
+                loss = train(args, world, optimizer, data, update, last)
                 bar.update(last - update)
                 update = last
-                if not (loss.abs() < 1e6).all():
-                    save("checkpoint_bad.pt")
-                    where = f"see {folders[0]}/checkpoint_bad.pt"
-                    raise FloatingPointError(f"losses/world_model is {loss.tolist()}; {where}")
                 rows = measure(world, config, watched)
                 for row, folder, writer, value in zip(rows, folders, writers, loss.tolist(), strict=True):
                     metrics = {"losses/world_model": value} | {f"wm/{name}": x for name, x in row.items()}
                     metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
                     write_row(writer, folder / "metrics.jsonl", update, metrics, args.log_details)
+                if not (loss.abs() < 1e6).all() or not all(p.abs().amax() < 1e6 for p in world.parameters()):
+                    problem = f"losses/world_model is {loss.tolist()}"
+                    save("checkpoint_bad.pt", problem=problem)
+                    raise FloatingPointError(f"{problem}; see {folders[0]}/checkpoint_bad.pt")
                 exact = np.mean([row["exact_match"] for row in rows])
                 bar.set_postfix_str(f"loss {float(loss.mean()):.4g}, exact match {exact:.4%}")
                 save()
         if update < args.num_updates:
-            print(f"stopped; go on with: python {sys.argv[0]} --resume {folders[0]}/checkpoint.pt")
+            command = shlex.join(["python", sys.argv[0], "--resume", f"{folders[0]}/checkpoint.pt"])
+            print(f"stopped; go on with: {command}")
             raise SystemExit(128 + stop[0])
 
         rows = report(args, config, world, held_out_games, held_out, folders, writers if unfinished else [], update)

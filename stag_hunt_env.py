@@ -32,17 +32,36 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import math
 import operator
+import os
 import random
+import re
 import reprlib
 import sys
+import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
+
+# Before `import torch`: its threads wait for each other by spinning, so beside any other busy program they stand in
+# their own way. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this 17 s; one alone 10 s,
+# with this 15 s. (Read by GNU's OpenMP, that of torch on Linux, on x86 and ARM.)
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def report_uncaught(kind, error, trace, report=sys.excepthook):
+    """Ctrl-C while the imports are under way: no traceback"""
+    if issubclass(kind, KeyboardInterrupt):
+        print("stopped", file=sys.stderr)
+    else:
+        report(kind, error, trace)
+
+
+sys.excepthook = report_uncaught
 
 import gymnasium
 import numpy as np
@@ -59,17 +78,17 @@ NUM_ACTIONS = 7
 FAR = 1 << 20  # a distance that no board has: there is no such prey
 ALL_SEATS = slice(None)
 
-MOST, LEAST = sys.float_info.max, math.ulp(0.0)
-Finite = Annotated[float, ("finite", -MOST, MOST)]
+MOST, LEAST = 1e38, math.ulp(0.0)  # torch counts in float32
+Reward = Annotated[float, ("-1e6 to 1e6", -1e6, 1e6)]
 Positive = Annotated[float, ("> 0", LEAST, MOST)]
 NonNegative = Annotated[float, (">= 0", 0, MOST)]
 Fraction = Annotated[float, ("0 to 1", 0, 1)]
-Count = Annotated[int, (">= 1", 1, MOST)]
-Whole = Annotated[int, (">= 0", 0, MOST)]
+Count = Annotated[int, (">= 1", 1, 10**15)]
+Whole = Annotated[int, (">= 0", 0, 10**15)]
 
 
 class UserError(ValueError):
-    """A sentence for the user, shown without a traceback."""
+    """A sentence for the user, shown without a traceback"""
 
 
 def refuse(wrong: bool, message: str) -> None:
@@ -84,7 +103,8 @@ def check_ranges(args) -> None:
         for part in (hint, *get_args(hint)):  # in `Count | None` the range hides inside the union
             for text, low, high in getattr(part, "__metadata__", ()):
                 outside = value is not None and not low <= value <= high
-                refuse(outside, f"--{name.replace('_', '-')} must be {text}, not {value}")
+                wanted = f"at most {high:g}" if text.startswith(">") and outside and high < value < math.inf else text
+                refuse(outside, f"--{name.replace('_', '-')} must be {wanted}, not {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +115,9 @@ class StagHuntConfig:
     num_stags: Whole = 1  # stags at the start
     num_hares: Whole = 4  # hares at the start
     final_time: Count = 35  # steps until the game ends
-    stag_reward: Finite = 10.0  # paid for a stag, shared by the party
-    hare_reward: Finite = 1.0  # paid for a hare, shared by the party
-    time_reward: Finite = 0.0  # added for each step that a player begins on the board
+    stag_reward: Reward = 10.0  # paid for a stag, shared by the party
+    hare_reward: Reward = 1.0  # paid for a hare, shared by the party
+    time_reward: Reward = 0.0  # added for each step that a player begins on the board
     strengths: tuple[float, ...] | None = None  # each seat's weight when a party shares its prey (None: equal)
     prosocial: bool = False  # give every player the mean reward of all
     max_wall_pieces: Whole = 0  # wall pieces tried at each reset
@@ -106,12 +126,13 @@ class StagHuntConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        needed, strengths = self.num_prey + self.num_players, self.strengths or (1,) * self.num_players
-        walls, board = self.max_wall_pieces, f"{self.height}x{self.width} board"
-        fits = len(strengths) == self.num_players and all(0 < strength < math.inf for strength in strengths)
-        refuse(needed > self.num_cells, f"too little room: {needed} prey and players, {self.num_cells} cells")
-        refuse(not fits, f"--strengths must be {self.num_players} positive numbers, one per seat, not {strengths}")
-        refuse(walls > self.num_cells, f"--max-wall-pieces {walls} is more than the {board} has cells")
+        needed = self.num_prey + self.num_players
+        strengths = (1,) * self.num_players if self.strengths is None else self.strengths
+        walls, board = self.max_wall_pieces, f"--height {self.height} --width {self.width}"
+        fits = len(strengths) == self.num_players and all(1e-6 <= strength <= 1e6 for strength in strengths)
+        refuse(needed > self.num_cells, f"{board}: too little room: {needed} prey and players, {self.num_cells} cells")
+        refuse(not fits, f"--strengths must be {self.num_players} numbers from 1e-6 to 1e6, one per seat: {strengths}")
+        refuse(walls > self.num_cells, f"--max-wall-pieces {walls} is more than the board has cells, {self.num_cells}")
 
     @property
     def num_prey(self) -> int:
@@ -414,9 +435,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}") from error
+        raise UserError(f"--device: unknown device {device!r}") from error
     if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        raise ValueError(f"device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
+        raise UserError(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -522,17 +543,24 @@ class SeatFlags:
 
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
     """--seats as a list of names; None: learners everywhere"""
-    names = population_names(["learner"] * num_players if seats is None else seats, "learner", "mixed", *STRANGERS)
-    refuse(len(names) != num_players, f"{len(names)} seats are named, but the game has {num_players} players")
+    seats = ["learner"] * num_players if seats is None else seats
+    names = player_names("--seats", seats, ("learner", "mixed", *STRANGERS, *PLAYER_PROBS))
+    wrong = len(names) != num_players
+    refuse(wrong, f"--seats names {len(names)}, but the game has --num-players {num_players}: {','.join(names)}")
     return names
 
 
-def population_names(population: str | list[str] | tuple[str, ...], *also: str) -> list[str]:
+def population_names(population: str | list[str] | tuple[str, ...]) -> list[str]:
     """--population as a list of names"""
-    names, known = population.split(",") if isinstance(population, str) else list(population), (*also, *PLAYER_PROBS)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown player {unknown[0]!r}; the known ones are {', '.join(known)}")
-    refuse(not also and len(set(names)) < len(names), f"--population names a player twice: {', '.join(names)}")
+    names = player_names("--population", population, tuple(PLAYER_PROBS))
+    refuse(len(set(names)) < len(names), f"--population names a player twice: {','.join(names)}")
+    return names
+
+
+def player_names(flag: str, given: str | list[str] | tuple[str, ...], known: tuple[str, ...]) -> list[str]:
+    names = given.split(",") if isinstance(given, str) else list(given)
+    for name in names:
+        refuse(name not in known, f"{flag}: unknown player {name!r}; the known ones are {', '.join(known)}")
     return names
 
 
@@ -542,7 +570,7 @@ def redraw_prob(redraw: str | float) -> float:
         prob = float({"game": 1, "never": 0}.get(redraw, redraw))
         if 0 <= prob <= 1:
             return prob
-    raise ValueError(f"--redraw must be game, never or a probability, not {redraw}")
+    raise UserError(f"--redraw must be game, never or a probability, not {redraw}")
 
 
 class Seats:
@@ -572,7 +600,7 @@ class Seats:
         learns = torch.tensor([[name == "learner" for name in table] for table in tables], device=device)  # [S, N]
         learners = learns.sum(1).tolist()
         differ = len(set(learners)) > 1
-        refuse(share_parameters and differ, f"shared parameters need as many learners in each table, not {learners}")
+        refuse(share_parameters and differ, f"--share-parameters needs as many learners in each table, not {learners}")
         self.num_learners = self.num_blocks if share_parameters else sum(learners)
         self.everybody_learns = bool(learns.all())
         self.has_rule_based = watch or not self.everybody_learns
@@ -1000,26 +1028,65 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
     return args_type(**values)
 
 
-def limit_memory() -> None:
-    """Where Linux would kill a process that asks for more memory than there is, the request fails instead"""
-    with contextlib.suppress(OSError, ImportError, StopIteration):
-        import resource
-
+def free_memory(device: torch.device) -> float:
+    """Bytes; inf where nobody tells"""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + free, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return math.inf
+
+
+def check_memory(needs: dict[str, int], device: torch.device) -> None:
+    """needs: flags -> bytes that they ask for, roughly. Linux would kill a process that asks for more than there is."""
+    free, most = free_memory(device), max(needs, key=needs.get)
+    total, room = (f"{size / 1e9:.3g} GB" for size in (sum(needs.values()), free))
+    refuse(sum(needs.values()) > free, f"too large for the memory: about {total} of {room}, most of it for {most}")
+
+
+def find_checkpoint(path: str | Path, flag: str = "") -> Path:
+    """A checkpoint, or that of a run folder, which may be any seed's"""
+    path, start, flags = Path(path), f"{flag} {path}".strip(), Path(path) / "args.json"
+    if path.is_dir():
+        refuse(not flags.is_file(), f"{start} is no run folder: it has no args.json")
+        try:
+            named = path / json.loads(flags.read_text()).get("checkpoint", "checkpoint.pt")
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{flags} is broken, so that no checkpoint is named: {error}") from error
+        path = path / named.name if (path / named.name).is_file() else named.resolve()
+    refuse(not path.is_file(), f"{start}: there is no checkpoint {str(path)!r}")
+    return path
+
+
+def check_writable(folder: str | Path, flag: str) -> None:
+    """Refuses a folder, there or to be made, in which no file can be written. Leaves nothing behind."""
+    try:
+        folder = Path(folder).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag}: cannot write to {str(folder)!r}: {error.strerror}") from error
+
+
+def check_run_flags(args) -> None:
+    """Refuses a run whose folder would fail later"""
+    named = re.fullmatch(r"\w[\w.+=-]{0,99}", args.exp_name)
+    refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
+    refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
+    refuse(not args.run_dir, "--run-dir must name a folder")
+    check_writable(args.run_dir, "--run-dir")
 
 
 def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., dict]) -> dict:
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2."""
     said = io.StringIO()
     try:
+        sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding has no such letter
         with contextlib.redirect_stderr(said):
             args = parse_args(sys.argv[1:])
         said = None
-        if resolve_device(getattr(args, "device", "cpu")).type == "cpu":
-            limit_memory()
         return main(args)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -1029,17 +1096,17 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
             box = (line.strip("│ ") for line in said.getvalue().splitlines()[1:])
             print("error:", *itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box), file=sys.stderr)
         raise
-    except (ValueError, OSError, FloatingPointError) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        if isinstance(error, ValueError) and not line.startswith("raise"):
-            raise  # nobody wrote this message for a user: a mistake in the code, which wants its traceback
+    except (UserError, FloatingPointError) as error:  # anything else is a mistake in the code and wants its traceback
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
-    except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
-        words = ("out of memory", "allocate memory", "not enough memory", "overflow")
-        if isinstance(error, RuntimeError | TypeError) and not any(word in str(error).lower() for word in words):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # in an import that torch puts off
+            print("stopped", file=sys.stderr)
+            sys.exit(130)
+        words = ("out of memory", "allocate memory", "not enough memory")
+        if isinstance(error, RuntimeError) and not any(word in str(error).lower() for word in words):
             raise
-        what = "lower --num-envs, --num-steps, the number of seeds, samples or trees, the widths or the board"
+        what = "lower --num-envs, --num-steps, --num-seeds, the number of samples or trees, the widths or the board"
         print(f"error: too large for this machine's memory; {what}", file=sys.stderr)
         sys.exit(2)
 
@@ -1059,10 +1126,17 @@ def parse_args(words: list[str]) -> Args:
 def main(args: Args) -> dict:
     """Shows a game."""
     check_ranges(args)
+    check_memory({"--height, --width": 8 * args.config.num_cells**2}, torch.device("cpu"))
     torch.manual_seed(args.seed)
     config, env = args.config, StagHuntEnv(args.config, seed=args.seed)
-    seats = Seats(env, [args.seats or ["mixed"] * config.num_players])
+    seats = Seats(env, [["mixed"] * config.num_players if args.seats is None else args.seats])
     refuse(seats.num_learners > 0, "--seats learner: nobody learns here; name a player, or mixed")
+    if args.gif is not None:
+        refuse(Path(args.gif).suffix != ".gif", f"--gif must name a file that ends with .gif, not {args.gif!r}")
+        folder = Path(args.gif).parent
+        refuse(not folder.is_dir(), f"--gif {args.gif!r}: there is no folder {str(folder)!r}")
+        refuse(Path(args.gif).is_dir(), f"--gif {args.gif!r} is a folder")
+        check_writable(folder, "--gif")
     names = [seats.names[kind] for kind in seats.kinds[0].tolist()]
     print("  ".join(f"{i} {name}" for i, name in enumerate(names)) + "   (S stag, h hare, # wall)")
     state, returns, frames, done = env.initial_state(), torch.zeros(1, config.num_players), [], False

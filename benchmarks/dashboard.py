@@ -13,7 +13,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stag_hunt_env import command_line, parse
+from stag_hunt_env import UserError, command_line, parse
 
 PANELS = {  # tag: what to look for
     "charts/episodic_return": "3.0 is the most; all hares 1.0",
@@ -37,7 +37,7 @@ class Args:
 
 def main(args: Args) -> None:
     if not args.runs:
-        raise ValueError("which runs? Name their folders, for example runs/RUN")
+        raise UserError("which runs? Name their folders, for example runs/RUN")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def main(args: Args) -> None:
     for run in args.runs:
         path = Path(run) / "metrics.jsonl"
         if not path.is_file():
-            raise ValueError(f"{run} is no folder of a run: it has no metrics.jsonl")
+            raise UserError(f"{run} is no folder of a run: it has no metrics.jsonl")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for axis, (tag, hint) in zip(axes.flat, PANELS.items(), strict=True):
             found = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]

@@ -32,14 +32,13 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pretrain_world_model
+from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, UserError, command_line, parse
+
 import numpy as np
 import torch
 from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import pretrain_world_model
-from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, command_line, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]
@@ -1016,7 +1015,7 @@ def main_patched(args: Args) -> None:
     hop = importlib.import_module(Path(args.script).stem)
     unknown = [name for name in args.patched if name not in PATCHES]
     if unknown:
-        raise ValueError(f"--patched {unknown[0]}: the known ones are {', '.join(PATCHES)}")
+        raise UserError(f"--patched {unknown[0]}: the known ones are {', '.join(PATCHES)}")
     for name in args.patched:
         PATCHES[name](hop)
     hop.main(hop.parse_args(list(args.words)))
@@ -1034,11 +1033,11 @@ def main(args: Args) -> None:
         return
     wrong = [n for n in args.section if n not in SECTIONS]
     if wrong:
-        raise ValueError(f"there is no section {wrong[0]}: {', '.join(SECTIONS)}")
+        raise UserError(f"there is no section {wrong[0]}: {', '.join(SECTIONS)}")
     known = [label for n in args.section for label in SECTIONS[n][1]]
     unknown = [label for label in args.only if label not in known]
     if unknown:
-        raise ValueError(f"--only {unknown[0]}: the runs of these sections are {', '.join(known)}")
+        raise UserError(f"--only {unknown[0]}: the runs of these sections are {', '.join(known)}")
     if not args.draw:
         runs = [
             run for n in args.section for label, run in SECTIONS[n][1].items() if not args.only or label in args.only

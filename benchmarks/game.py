@@ -15,14 +15,13 @@ import timeit
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stag_hunt_env as game
+from stag_hunt_env import Count, StagHuntConfig, StagHuntEnv, Whole, resolve_device, sample
+
 import numpy as np
 import scipy.stats
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import stag_hunt_env as game
-from stag_hunt_env import Count, StagHuntConfig, StagHuntEnv, Whole, resolve_device, sample
 
 AUDITED = ("random", "nearest_stag", "mixed")  # who sits in all seats
 
@@ -152,9 +151,9 @@ def time_cuda(env, choose, steps=10) -> float:
 def main(args: Args) -> dict:
     game.check_ranges(args)
     if not (args.audit or args.speed):
-        raise ValueError("nothing to do: --audit, --speed or both")
+        raise game.UserError("nothing to do: --audit, --speed or both")
     if args.audit_games < 100:
-        raise ValueError(f"--audit-games must be >= 100, not {args.audit_games}")
+        raise game.UserError(f"--audit-games must be >= 100, not {args.audit_games}")
     configs = [dataclasses.replace(args.config, height=side, width=side) for side in args.sides if args.speed]
     torch.manual_seed(args.seed)
     results = {"audit": audit(args)} if args.audit else {}

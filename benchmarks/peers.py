@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stag_hunt_env import NUM_ACTIONS, Count, check_ranges, command_line, parse
+from stag_hunt_env import NUM_ACTIONS, Count, UserError, check_ranges, command_line, parse
 
 WARM_UP = 5  # searches that are not counted
 POLICIES = {"puct": "muzero_policy", "gumbel": "gumbel_muzero_policy"}  # our --root: mctx's name
@@ -97,13 +97,13 @@ def measure(args: Args, root: str, trees: int) -> float:
 def main(args: Args) -> dict[str, float]:
     check_ranges(args)
     if min(args.trees) < 1:
-        raise ValueError(f"--trees must be >= 1, not {min(args.trees)}")
+        raise UserError(f"--trees must be >= 1, not {min(args.trees)}")
     try:
         import jax
         import mctx
     except ImportError as error:
         install = "pip install -r benchmarks/requirements-peers.txt"
-        raise ValueError(f"there is no {error.name} here, which this comparison needs: {install}") from error
+        raise UserError(f"there is no {error.name} here, which this comparison needs: {install}") from error
     if args.device != "auto":
         jax.config.update("jax_platforms", args.device)
     ours, rates = {}, {}

@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from evaluation.evaluate import interval, mean_text
+
+import torch
 
 GOALS = ("first_stag", "last_stag", "nearest_hare")  # of the partner, and what seat 0 may go for
 HUNTERS = ("hares", "follow", "Bayes", "told")

@@ -18,13 +18,21 @@ import itertools
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hopplus_mcts as hop
+from stag_hunt_env import (
+    ACTION_NAMES,
+    NUM_ACTIONS,
+    Count,
+    StagHuntConfig,
+    UserError,
+    command_line,
+    parse,
+    render_planes,
+)
+
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import hopplus_mcts as hop
-from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, Count, StagHuntConfig, command_line, parse, render_planes
 
 
 @dataclasses.dataclass
@@ -117,7 +125,7 @@ def real_search(args: Args) -> "hop.TrainState":
         default = hop.make_args(**hop.game.early_flags(args.words, method="hopplus-mcts", device=args.device))
     flags = parse(hop.Args, hop.GROUPS, default, list(args.words))
     if flags.planner == "none":
-        raise ValueError("--planner none does not search")
+        raise UserError("--planner none does not search")
     config, device = hop.validate(flags), hop.game.resolve_device(flags.device)
     flags.compile = flags.compile and device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = flags.precision != "fp32"
@@ -128,7 +136,7 @@ def real_search(args: Args) -> "hop.TrainState":
         if saved and stacked is not None:
             weights = saved["states"][0]["networks"].get(name)
             if weights is None:
-                raise ValueError(f"{args.checkpoint} has no network {name!r}: --planner none, or -- --search-model env")
+                raise UserError(f"{args.checkpoint} has no network {name!r}: --planner none, or -- --search-model env")
             stacked.load_state_dict(weights)
     return state
 
@@ -216,7 +224,7 @@ def draw(args: Args) -> dict[str, float]:
 def main(args: Args) -> dict[str, float]:
     hop.game.check_ranges(args)
     if min(args.trees) < 1:
-        raise ValueError(f"--trees must be >= 1, not {min(args.trees)}")
+        raise UserError(f"--trees must be >= 1, not {min(args.trees)}")
     if args.profile or args.draw:
         return profile(args) if args.profile else draw(args)
     device, rates = hop.game.resolve_device(args.device), {}

@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stag_hunt_env import NUM_ACTIONS, Count, UserError, check_ranges, command_line, parse, resolve_device, seats_table
 
-from stag_hunt_env import NUM_ACTIONS, Count, check_ranges, command_line, parse, resolve_device, seats_table
+import torch
 
 SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
 PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
@@ -179,7 +178,7 @@ def main(args: Args) -> list[dict]:
     names = ", ".join(cases)
     cases = {case: given for case, given in cases.items() if case.startswith(args.only)}
     if not cases:
-        raise ValueError(f"--only {args.only}: no case begins so; there are {names}")
+        raise UserError(f"--only {args.only}: no case begins so; there are {names}")
     print(f"{name}, torch {torch.__version__}; medians of {args.repeats} iterations after warm-up")
     folder.mkdir(parents=True, exist_ok=True)
     for case, (script, flags) in cases.items():

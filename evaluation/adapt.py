@@ -25,20 +25,23 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 import time
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.scripted import bayes_probs
+from stag_hunt_env import Count, NonNegative, Positive, Seats, StagHuntEnv, Whole, command_line, sample, seats_table
 
 import evaluate
 import matplotlib.style
 import numpy as np
 import torch
 import tyro
-from evaluate import Run, RunFlags, interval, learner_index, make_state, mean_text, play, play_games, write_csv
+from evaluate import Run, RunFlags, game, interval, learner_index, make_state, mean_text, play, play_games, write_csv
 from matplotlib.figure import Figure
 from tqdm import tqdm
-
-from benchmarks.scripted import bayes_probs
-from stag_hunt_env import Count, NonNegative, Positive, Seats, StagHuntEnv, Whole, command_line, sample, seats_table
 
 SHORT = {"NS": "nearest_stag", "NH": "nearest_hare", "noisy NS": "noisy_stag", "noisy NH": "noisy_hare"}
 SETS = {
@@ -80,7 +83,7 @@ class AdaptFlags:
     """env steps between two updates, a round"""
     rounds: Count = 8
     """batches of imagined games per update"""
-    imagined_games: Count = 128
+    imagined_games: Annotated[int, (">= 2", 2, game.MOST)] = 128
     """imagined games in each batch, and games that the old and the new weights are compared by"""
     references: bool = True
     """also measure a random player and the scripted Bayes hunter, and train a best response to each set"""
@@ -118,11 +121,11 @@ def co_player_sets(args: Args) -> dict[str, tuple[str, ...]]:
     """Name -> the co-players, in ego order from the learner's seat on"""
     n, sets = args.run.args.config.num_players, {}
     if not args.seats and n != 4:
-        raise ValueError(f"--sets {args.sets} has 3 co-players, this game has {n - 1}: use --seats")
+        raise game.UserError(f"--sets {args.sets} has 3 co-players, this game has {n - 1}: use --seats")
     for seats in args.seats:
-        names = seats_table(seats, n)
-        if names.count("learner") != 1 or "mixed" in names:
-            raise ValueError(f"--seats needs one learner and named co-players, not {seats}")
+        names = game.seats_table(seats, n)
+        named = names.count("learner") == 1 and "mixed" not in names
+        game.refuse(not named, f"--seats needs one learner and named co-players, not {seats}")
         at = names.index("learner")
         others = (*names[at + 1 :], *names[:at])
         sets[" + ".join(others)] = others
@@ -145,13 +148,17 @@ def deal_seats(args: Args, sets: dict) -> tuple[list[list[str]], list[int]]:
 
 def first_boards(run: Run, index: list[int], count: int = 1024):
     """Transitions [M, count, ...]: first boards of games that learner index[m] has in its replay"""
-    kept = run.script.Replay(run.args.replay_rollouts, len(index), "cpu")
-    kept.load_state_dict(run.checkpoint["states"][0]["replay"])
-    replay, pools = kept.data, []
+    kept = run.script.Replay(run.args.replay_rollouts, "cpu")
+    try:
+        kept.load_state_dict(run.checkpoint["states"][0]["replay"])
+        replay, pools = kept.data, []
+        whole = replay is not None
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError):
+        whole = False
+    game.refuse(not whole, f"{run.path}: its replay holds no games to imagine from")
     for m in range(replay.time.shape[1]):
         found = ((replay.time[:, m] == 0) & (replay.board[:, m].flatten(3).amax(3) > 0)).nonzero()
-        if len(found) == 0:
-            raise ValueError("the checkpoint's replay holds no first board of a game to imagine from")
+        game.refuse(len(found) == 0, f"{run.path}: its replay holds no first board of a game to imagine from")
         r, t, e = found[torch.arange(count) * max(1, len(found) // count) % len(found)].unbind(1)
         pools.append([x[r, m, t % x.shape[2], e] for x in replay])
     return run.script.Transitions(*(torch.stack(x)[index].to(run.device) for x in zip(*pools, strict=True)))
@@ -194,6 +201,14 @@ def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
     return trusted.int().cumprod(0).sum().expand_as(horizon)
 
 
+def check_returns(run: Run, judged: str, *found: torch.Tensor) -> None:
+    """Of the new and the old policy, each [M]: nothing is decided by what is no number"""
+    finite = torch.stack(found).isfinite().all(0)
+    if not finite.all():
+        share = f"{int((~finite).sum())} of {len(finite)} repetitions"
+        raise FloatingPointError(f"{run.path}: the {judged} is no number in {share}: nothing can be decided by it")
+
+
 def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int):
     """The same learners, with the same co-players, in other games"""
     flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
@@ -228,8 +243,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
 
     def remembered_history():
         history = state.rollout_state["history"][:, :1]
-        over = torch.ones_like(history[..., :1], dtype=torch.bool)
-        return script.add_event(history, 0.0, over, script.history_decay(flags))
+        return script.history_after_game(flags, history, script.history_decay(flags))
 
     def imagine_games():
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
@@ -243,7 +257,8 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         """Mean and its squared standard error [M]"""
         samples = imagine_games()
         total = (samples["reward"] * samples["mask"]).sum(1)
-        return total.mean(1), total.var(1) / total.shape[1]
+        decided = samples["log_prob"].isfinite().flatten(1).all(1)
+        return torch.where(decided, total.mean(1), math.nan), total.var(1) / total.shape[1]
 
     def held_out_return():
         """The same, of real games"""
@@ -266,6 +281,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
     for number in range(rounds):
         transitions, outputs, episodes = play_round()
+        evaluate.check_decisions(run.path, outputs["log_probs"])
         done, returns = (episodes[name].unflatten(1, (len(seat), -1)) for name in ("done", "return"))
         done, returns = done.movedim(1, 0), returns[:, rows, :, seat]  # [M, T, E]
         earned = torch.stack([(done * returns).sum((1, 2)), done.sum((1, 2))], 1)
@@ -296,6 +312,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
+            check_returns(run, judged, new, new_error, old, old_error)
             gain = DECAY * gain + new - old
             variance = DECAY**2 * variance + new_error + old_error
             better = gain > 2 * variance.sqrt()
@@ -393,10 +410,14 @@ def main(args: Args) -> dict[str, float]:
     run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
     config, searching, quarter = run.args.config, {"search", "both"} & set(args.modes), rounds // 4
     final_time, highest = config.final_time, max(config.payoffs())
-    if args.steps % args.every or quarter * args.every < final_time:
-        raise ValueError(f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
-    if searching and getattr(run.args, "planner", "none") == "none":
-        raise ValueError(f"--modes {searching.pop()}: nobody searches without a script's -- --planner mcts")
+    whole = args.steps % args.every == 0 and quarter * args.every >= final_time
+    searches = getattr(run.args, "planner", "none") != "none"
+    game.refuse(not args.modes, "--modes names none")
+    game.refuse(not whole, f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
+    if searching and not searches:
+        raise game.UserError(f"--modes {max(searching)}: nobody searches without a script's -- --planner mcts")
+    start = results_path(args)
+    evaluate.check_writable(*(f"{start}{end}" for end in (".csv", "_repetitions.csv", "_curve.csv", ".png")))
     modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
     per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
     iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
@@ -465,11 +486,15 @@ def main(args: Args) -> dict[str, float]:
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 
+def results_path(args: Args) -> Path:
+    title = "_".join(seats.replace(",", "-") for seats in args.seats)[:200] or args.sets
+    return args.run.path.parent / f"adaptation_{title}"
+
+
 def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repetition: dict, curves: dict) -> None:
     """table {name: (mean, half width) per set}, more {column: value per set}, by_repetition {column: [sets,
     repetitions]}, curves {name: [rounds, sets, repetitions, 2]}"""
-    title = "_".join(seats.replace(",", "-") for seats in args.seats)[:200] or args.sets
-    start = args.run.path.parent / f"adaptation_{title}"
+    start = results_path(args)
     normalised = [name for name in table if name not in ("random", "best response")]
     parts = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
     rows = [["co_players", *parts, *(f"{name} normalised" for name in normalised), *more]]

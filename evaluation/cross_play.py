@@ -10,6 +10,11 @@ and its partners' seed (column).
 import dataclasses
 import itertools
 import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stag_hunt_env import Count, command_line, refuse, seats_table
 
 import evaluate
 import matplotlib.style
@@ -17,8 +22,6 @@ import numpy as np
 import tyro
 from evaluate import Run, RunFlags, interval, learner_index, make_state, mean_text, play_games, write_csv
 from matplotlib.figure import Figure
-
-from stag_hunt_env import Count, command_line, seats_table
 
 
 @dataclasses.dataclass
@@ -51,10 +54,10 @@ def main(args: Args) -> dict[str, float]:
     """-> mean return among one's own team and among other teams"""
     run, saved, config = args.run, args.run.checkpoint["args"], args.run.args.config
     n, seeds, table = config.num_players, saved["num_seeds"], seats_table(saved["seats"], config.num_players)
-    if seeds < 2:
-        raise ValueError(f"cross-play needs a run of at least 2 seeds, {run.path} has 1: train with --num-seeds")
-    if set(table) != {"learner"}:
-        raise ValueError(f"cross-play needs learners in all seats, not {','.join(table)}")
+    refuse(seeds < 2, f"cross-play needs a run of at least 2 seeds, {run.path} has 1: train with --num-seeds")
+    refuse(set(table) != {"learner"}, f"cross-play needs learners in all seats; {run.path}: --seats {','.join(table)}")
+    csv_path, picture_path = (run.path.parent / f"cross_play.{kind}" for kind in ("csv", "png"))
+    evaluate.check_writable(csv_path, picture_path)
     each = math.ceil(args.games / n / 32)  # in 32 places at once, so that many seeds find room
     places = math.ceil(args.games / n / each)
     meetings = list(itertools.product(range(seeds), range(seeds), range(n)))  # guest's seed, its partners', its seat
@@ -78,9 +81,7 @@ def main(args: Args) -> dict[str, float]:
     for name, score in scores.items():
         print(name, mean_text(*score))
     rows = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
-    write_csv(
-        run.path.parent / "cross_play.csv", [["learner of seed", *(f"among seed {name}" for name in names)], *rows]
-    )
+    write_csv(csv_path, [["learner of seed", *(f"among seed {name}" for name in names)], *rows])
     matplotlib.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
     figure = Figure((2 + 0.6 * seeds, 2 + 0.6 * seeds), layout="tight")
     axis = figure.subplots()
@@ -91,7 +92,7 @@ def main(args: Args) -> dict[str, float]:
     axis.set_xticks(range(seeds), names)
     axis.set_yticks(range(seeds), names)
     axis.set(xlabel="among learners of seed", ylabel="learner of seed")
-    figure.savefig(run.path.parent / "cross_play.png", dpi=100)
+    figure.savefig(picture_path, dpi=100)
     return {name: mean for name, (mean, _) in scores.items()}
 
 

@@ -12,16 +12,18 @@ checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; who se
 `Args`, `GROUPS`, `make_args`, `validate`, `load_checkpoint`, `make_train_state`, `TrainState`, `Networks`, `rollout`,
 `capture`; for `adapt.py` also `imagine`, `make_ppo_batch`, `real_samples`, `ppo_update`, `opponent_model_losses`,
 `train_opponent_models`, `measure_horizon`, `moa_metrics`, `train_iteration`, `make_optimizer`, `Transitions`,
-`Replay`, `history_decay`, `add_event`; for `inspect.py` also `entity_views`, `infer_opponents`, `predict_actions`,
-`evaluate_policy`, `predict_step`, `goal_noise`, `goal_mean`, `history_decay`, `stack_steps`, `make_optimizer`.
+`Replay`, `history_decay`, `history_after_game`; for `inspect.py` also `entity_views`, `infer_opponents`,
+`predict_actions`, `evaluate_policy`, `predict_step`, `goal_noise`, `goal_mean`, `history_decay`, `stack_steps`,
+`make_optimizer`; for `partners.py` also `infer_opponents`, `history_decay`.
 """
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import math
+import pickle
 import re
 import sys
 from collections import defaultdict
@@ -29,16 +31,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stag_hunt_env as game
+
 import numpy as np
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import stag_hunt_env as game
-
 ROOT = Path(game.__file__).resolve().parent
 PARTS = re.split(r"for `\w+\.py`", __doc__.split("must keep:")[1])
-CONTRACT, FOR_ADAPT, FOR_INSPECT = (re.findall(r"`(\w+)`", part) for part in PARTS)
+CONTRACT, FOR_ADAPT, FOR_INSPECT, FOR_PARTNERS = (re.findall(r"`(\w+)`", part) for part in PARTS)
+
+Seed = Annotated[int, ("0 to 2**40", 0, 2**40)]
 
 
 class Run(NamedTuple):
@@ -57,7 +61,7 @@ class RunFlags:
     """load this script, such as an edited copy (None: the one that made the checkpoint)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to play; auto: on the GPU if there is one"""
-    seed: game.Whole = 1
+    seed: Seed = 1
     """seed of the games"""
 
 
@@ -89,44 +93,108 @@ def parse_args(words: list[str], args_type=Args, groups=GROUPS, contract=CONTRAC
     return args
 
 
+def open_checkpoint(path: Path) -> dict:
+    """What it holds; of its tensors nothing is read before it is asked for"""
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        raise game.UserError(f"{path} is no checkpoint of a training script: {error.strerror}") from error
+    except pickle.UnpicklingError as error:
+        raise game.UserError(f"{path} is no checkpoint: it holds more than tensors, numbers and texts") from error
+    except Exception as error:
+        reason = "it is damaged, or another program wrote it"
+        raise game.UserError(f"{path} is no checkpoint of a training script: {reason}") from error
+    game.refuse(not isinstance(found, dict), f"{path} is no checkpoint: it holds a {type(found).__name__}")
+    game.refuse(not isinstance(found.get("format"), str), f"{path} is no checkpoint: its format is not named")
+    return found
+
+
+def check_checkpoint(path: Path, checkpoint: dict) -> None:
+    """Refuses one without what all scripts of this folder read"""
+    saved, states = checkpoint["args"], checkpoint["states"]
+    types = {"config": dict, "method": str, "seats": str | None, "share_parameters": bool}
+    types |= {"seed": int, "num_seeds": int}
+    game.refuse(not isinstance(saved, dict), f"{path}: its args are not those of a training script")
+    for name, kind in types.items():
+        right = name in saved and isinstance(saved[name], kind)
+        game.refuse(not right, f"{path}: its args are not those of a training script: {name} is wrong or missing")
+    game.refuse(saved["num_seeds"] < 1, f"{path}: its args are wrong: num_seeds is {saved['num_seeds']}")
+    first = states[0] if isinstance(states, list) and states else None
+    networks = first.get("networks") if isinstance(first, dict) else None
+    whole = isinstance(networks, dict) and all(isinstance(weights, dict) for weights in networks.values())
+    game.refuse(not whole, f"{path}: it holds no networks")
+
+
 def load_run(args, words: list[str], contract: list[str]) -> Run:
     """The checkpoint, its script, and its flags changed by `words`"""
-    path = Path(args.path)
-    if (path / "args.json").is_file():
-        named = path / json.loads((path / "args.json").read_text())["checkpoint"]
-        path = path / named.name if (path / named.name).is_file() else named.resolve()
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # only looked into
-        made_by, form = found["script"], found["format"]
-    except Exception as error:
-        raise ValueError(f"{path} is no checkpoint of a training script: {str(error).partition(chr(10))[0]}") from error
-    script = load_script(Path(args.script or ROOT / made_by["name"]), made_by, contract)
-    checkpoint = script.load_checkpoint(path, form, ("args", "states"))
-    saved = checkpoint["args"] | {"config": game.StagHuntConfig(**checkpoint["args"]["config"]), "device": args.device}
-    known = saved.keys() & {field.name for field in dataclasses.fields(script.Args)}
-    if saved.keys() - known:
-        print(f"ignored, {script.__file__} has no such flags: {', '.join(sorted(saved.keys() - known))}")
-    flags = dataclasses.replace(script.make_args(saved["method"], args.device), **{name: saved[name] for name in known})
+    device, path = game.resolve_device(args.device), game.find_checkpoint(args.path)
+    found = open_checkpoint(path)
+    made_by = found.get("script")
+    named = isinstance(made_by, dict) and all(isinstance(made_by.get(name), str) for name in ("name", "sha256"))
+    game.refuse(not named, f"{path} is no checkpoint of a training script: it does not say which one made it")
+    script = ROOT / Path(made_by["name"]).name if args.script is None else Path(args.script)
+    script = load_script(script, made_by, contract)
+    checkpoint = script.load_checkpoint(path, found["format"], {"args": dict, "states": list})
+    check_checkpoint(path, checkpoint)
+    flags = load_flags(path, checkpoint["args"], script, args.device, check=not words)
     if words:
-        flags = game.parse(script.Args, script.GROUPS, flags, words)
-    script.validate(flags)
+        flags, trained = game.parse(script.Args, script.GROUPS, flags, words), flags.config.num_players
+        game.refuse(flags.config.num_players != trained, f"--num-players: {path} was trained with {trained}")
+        script.validate(flags)
     torch.backends.cuda.matmul.allow_tf32 = flags.precision != "fp32"
-    return Run(path, checkpoint, script, flags, game.resolve_device(args.device))
+    return Run(path, checkpoint, script, flags, device)
+
+
+def load_flags(path: Path, saved: dict, script: ModuleType, device: str, check: bool):
+    """The flags of a checkpoint; the script's defaults where it has none"""
+    try:
+        saved = saved | {"config": game.StagHuntConfig(**saved["config"]), "device": device}
+        known = saved.keys() & {field.name for field in dataclasses.fields(script.Args)}
+        if saved.keys() - known:
+            print(f"ignored, {script.__file__} has no such flags: {', '.join(sorted(saved.keys() - known))}")
+        flags = dataclasses.replace(script.make_args(saved["method"], device), **{name: saved[name] for name in known})
+        if check:
+            script.validate(flags)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise game.UserError(f"{path}: its flags are not those of {script.__file__}: {error}") from error
+    return flags
 
 
 def load_script(path: Path, made_by: dict, contract: list[str]) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"there is no {path}; the checkpoint was made by {made_by['name']}: --script FILE")
+        raise game.UserError(f"there is no {path}; the checkpoint was made by {made_by['name']}: --script FILE")
+    game.refuse(path.suffix != ".py", f"--script {path} is no Python file: its name must end in .py")
     if hashlib.sha256(path.read_bytes()).hexdigest() != made_by["sha256"]:
         print(f"{path} is not, or no longer, the {made_by['name']} that made the checkpoint")
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # where its dataclasses look for their module
-    spec.loader.exec_module(script)
+    try:
+        spec.loader.exec_module(script)
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
+        raise game.UserError(f"--script {path} cannot be read: {error.msg} ({where})") from error
     missing = [name for name in contract if not hasattr(script, name)]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}")
+    game.refuse(bool(missing), f"--script {path} has no {', '.join(missing)}")
     return script
+
+
+@contextlib.contextmanager
+def replaced(script: ModuleType, name: str, function):
+    """The script calls `function` in place of its own"""
+    own = getattr(script, name, None)
+    setattr(script, name, function)
+    try:
+        yield
+    finally:
+        setattr(script, name, own)
+
+
+def seats_of(run: Run, seats: str | None) -> list[str]:
+    """Who sits where: as --seats says, else as in training"""
+    table = game.seats_table(run.args.seats if seats is None else seats, run.args.config.num_players)
+    game.refuse("learner" not in table, f"--seats {','.join(table)}: there is no learner among them")
+    return table
 
 
 def learner_index(checkpoint: dict, seed: int, seat: int) -> int:
@@ -135,20 +203,24 @@ def learner_index(checkpoint: dict, seed: int, seat: int) -> int:
     table = game.seats_table(saved["seats"], saved["config"]["num_players"])
     if saved["share_parameters"]:
         return seed
-    if table[seat] != "learner":
-        raise ValueError(f"seat {seat} was not a learner in this checkpoint (its --seats: {','.join(table)})")
+    was = f"the checkpoint's are {','.join(table)}"
+    game.refuse(table[seat] != "learner", f"--seats: seat {seat} was not a learner in training, {was}")
     return seed * table.count("learner") + table[:seat].count("learner")
 
 
-def load_agents(state, checkpoint: dict, index: list[int]) -> None:
+def load_agents(run: Run, state, index: list[int]) -> None:
     """Gives learner m of `state` the networks of learner index[m] of the checkpoint."""
-    saved = checkpoint["states"][0]["networks"]
-    for name, network in ((name, network) for name, network in state.networks._asdict().items() if network is not None):
-        if name not in saved:
-            raise ValueError(f"the checkpoint has no {name} network (its --method: {checkpoint['args']['method']})")
-        members = state.args.wm_ensemble if name == "world" else 1
-        rows = (members * torch.tensor(index)[:, None] + torch.arange(members)).flatten()
-        network.load_state_dict({key: p[rows] for key, p in saved[name].items()})
+    saved, method = run.checkpoint["states"][0]["networks"], run.checkpoint["args"]["method"]
+    networks = {name: network for name, network in state.networks._asdict().items() if network is not None}
+    for name in networks:
+        game.refuse(name not in saved, f"{run.path} has no {name} network (its --method: {method})")
+    for name, network in networks.items():
+        enough = all(isinstance(p, torch.Tensor) and p.dim() and len(p) > max(index) for p in saved[name].values())
+        game.refuse(not enough, f"{run.path}: its {name} network is not one of {max(index) + 1} learners")
+        try:
+            network.load_state_dict({key: p[index] for key, p in saved[name].items()})
+        except game.UserError as error:
+            raise game.UserError(f"{run.path}: {name}.{error}") from error
 
 
 def make_state(run: Run, tables: list[list[str]], seeds: list[int], index: list[int], **changes):
@@ -156,8 +228,29 @@ def make_state(run: Run, tables: list[list[str]], seeds: list[int], index: list[
     changes = {"compile": False, "history_reset_prob": 0.0, "offline_ratio": 0.0} | changes
     args = dataclasses.replace(run.args, **changes)
     state = run.script.make_train_state(args, tables, seeds, run.device)
-    load_agents(state, run.checkpoint, index)
+    load_agents(run, state, index)
     return state
+
+
+def check_decisions(path: Path, log_probs: torch.Tensor) -> None:
+    """log_probs [M, ..., 7]: an action would be drawn from a NaN all the same"""
+    bad = (~log_probs.isfinite()).any(-1).flatten(1).float().mean(1)
+    if bad.any():
+        share = f"{float(bad.max()):.1%} of its decisions"
+        raise FloatingPointError(f"{path}: probabilities of learner {int(bad.argmax())} are no numbers in {share}")
+
+
+def check_writable(*paths: str | Path) -> None:
+    """Refuses, before any game is played, what could not be written after it"""
+    for path in map(Path, paths):
+        try:
+            there = path.exists()
+            with open(path, "a"):
+                pass
+            if not there:
+                path.unlink()
+        except OSError as error:
+            raise game.UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def play(run: Run, s, num_steps: int):
@@ -170,7 +263,8 @@ def play_games(run: Run, state, each: int, skip: int = 0) -> dict[str, np.ndarra
     played = torch.zeros(state.env.num_envs, dtype=torch.int64, device=run.device)
     sums = defaultdict(float)
     while int(played.min()) < skip + each:
-        _, _, episodes = play(run, state, 8)
+        _, outputs, episodes = play(run, state, 8)
+        check_decisions(run.path, outputs["log_probs"])
         number = played + episodes["done"].cumsum(0)  # [T, B]
         prey, counts = episodes["prey"], (episodes["done"] & (skip < number) & (number <= skip + each))[..., None]
         found = {"games": counts.expand_as(prey), "return": counts * episodes["return"]}
@@ -183,10 +277,11 @@ def play_games(run: Run, state, each: int, skip: int = 0) -> dict[str, np.ndarra
 
 def interval(values) -> tuple[float, float]:
     """Mean and half width of its 95 % interval (Student's t)"""
-    from scipy import stats  # takes a second to import
+    from scipy.special import stdtrit  # scipy.stats would take a second to import
 
-    values = np.asarray(values, np.float64)
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
+    values, half = np.asarray(values, np.float64), math.nan
+    if len(values) > 1:
+        half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean()), float(half)
 
 
@@ -218,30 +313,29 @@ def main(args: Args) -> dict[str, float]:
     """-> mean return of each seat"""
     run, config = args.run, args.run.args.config
     num_seeds, planner = run.checkpoint["args"]["num_seeds"], getattr(run.args, "planner", "none")
-    table = game.seats_table(args.seats or run.args.seats, config.num_players)
+    table = seats_of(run, args.seats)
     sitting = [seat for seat, name in enumerate(table) if name == "learner"]
-    if not sitting:
-        raise ValueError(f"--seats {args.seats}: no learner to evaluate")
+    title = run.path.parent / (f"evaluation_{'-'.join(table)}" + ("" if planner == "none" else f"_{planner}"))
+    page = run.path.parent / f"inspect_{'-'.join(table)}.html"
+    check_writable(f"{title}.csv", f"{title}.gif", *([page] if args.inspect else []))
     each, changes = math.ceil(args.games / 256), {"seats": ",".join(table), "imagination": False}
     places, seeds = math.ceil(args.games / each), list(range(args.seed, args.seed + num_seeds))
     index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
     state = make_state(run, [table] * num_seeds, seeds, index, num_envs=places, **changes)
     sums = {name: x.sum(1) for name, x in play_games(run, state, each).items()}  # [S, N]
     returns, stag, hare = (sums[key] / sums["games"] for key in ("return", "stag", "hare"))
-    title = f"evaluation_{'-'.join(table)}" + ("" if planner == "none" else f"_{planner}")
     print(f"{config.setting}, {run.path}, frozen, planner {planner}; {places * each} games a seed, {num_seeds} seed(s)")
     rows = [["seat", "player", "return", "half_width_95", "stag_share", "hare_share"]]
     for i, name in enumerate(table):
         rows.append([i, name, *interval(returns[:, i]), stag[:, i].mean(), hare[:, i].mean()])
         print(f"seat {i} {name:<14} return {mean_text(*rows[-1][2:4])}   stag {rows[-1][4]:.2f} hare {rows[-1][5]:.2f}")
-    write_csv(run.path.parent / f"{title}.csv", rows)
+    write_csv(f"{title}.csv", rows)
     state = make_state(run, [table], seeds[:1], index[: len(index) // num_seeds], num_envs=1, **changes)
-    film(run, state, run.path.parent / f"{title}.gif")
-    print(f"wrote {run.path.parent / title}.csv and .gif")
+    film(run, state, Path(f"{title}.gif"))
+    print(f"wrote {title}.csv and .gif")
     if args.inspect:
         import inspector
 
-        page = run.path.parent / f"inspect_{'-'.join(table)}.html"
         inspector.write_page(page, inspector.inspect_run(run, args.seats, seed=args.seed))
         print(f"wrote {page}")
     return {f"return/player_{i}": float(mean) for i, mean in enumerate(returns.mean(0))}

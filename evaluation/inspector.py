@@ -12,15 +12,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import evaluate
 import numpy as np
 import torch
 import tyro
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import evaluate
-from evaluate import RunFlags, game, learner_index, make_state, play
+from evaluate import RunFlags, check_writable, game, learner_index, make_state, play, replaced, seats_of
 from subgoals import PREY, prey_taken
+from torch.nn import functional as F
 
 TEMPLATE = Path(__file__).resolve().parent / "inspect.html"
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
@@ -59,17 +58,6 @@ def parse_args(words: list[str]) -> Args:
 
 
 # ---- Games
-
-
-@contextlib.contextmanager
-def replaced(script, name: str, function):
-    """The script calls `function` in place of its own"""
-    own = getattr(script, name, None)
-    setattr(script, name, function)
-    try:
-        yield
-    finally:
-        setattr(script, name, own)
 
 
 @contextlib.contextmanager
@@ -292,7 +280,7 @@ def look_ahead(run, state, transitions, shown, steps_ahead: int, samples: int | 
             if networks.world is None:
                 board = game_rules(env, board, last_joint, start.prey_position)
             else:
-                board = script.predict_step(args, config, networks.world, board, last_joint)[0]
+                board = script.predict_step(args, config, networks.world, board, last_joint, start.seat)[0]
             players = board[:, :, : config.num_players].flatten(3)
             gone = (players.amax(3, keepdim=True) == 0).to(players.dtype)
             seen = torch.cat([players, gone], 3).unflatten(1, (-1, samples))
@@ -378,9 +366,8 @@ def plain(x):
 def inspect_run(run, seats: str | None, games=8, places=2, steps_ahead=4, samples=None, seed=1) -> dict:
     """Plays, and asks. -> all that the page shows"""
     config = run.args.config
-    table = game.seats_table(seats or run.args.seats, config.num_players)
+    table = seats_of(run, seats)
     sitting = [seat for seat, name in enumerate(table) if name == "learner"]
-    game.refuse(not sitting, f"--seats {','.join(table)}: no learner to look into")
     places = min(places, games)
     wanted = [math.ceil((games - place) / places) for place in range(places)]
     state = seat_learners(run, table, seed, num_envs=places)
@@ -429,9 +416,10 @@ def write_page(path: str | Path, data: dict) -> int:
 def main(args: Args) -> dict[str, float]:
     """-> bytes of the file"""
     run = args.run
-    table = game.seats_table(args.seats or run.args.seats, run.args.config.num_players)
-    out = Path(args.out or run.path.parent / f"inspect_{'-'.join(table)}.html")
+    beside = run.path.parent / f"inspect_{'-'.join(seats_of(run, args.seats))}.html"
+    out = beside if args.out is None else Path(args.out)
     game.refuse(not out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}")
+    check_writable(out)
     data = inspect_run(run, args.seats, args.games, args.places, args.steps_ahead, args.samples, args.seed)
     size = write_page(out, data)
     print(f"{run.args.config.setting}, {run.path}: {len(data['games'])} games, {size / 1e6:.2f} MB")

@@ -14,15 +14,15 @@ the game, and `.png`. What follows `--` are flags of the script.
 import dataclasses
 import sys
 from pathlib import Path
-
-import numpy as np
-import torch
-import tyro
-from torch.nn import functional as F
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import evaluate
-from evaluate import RunFlags, game, learner_index, make_state, play, write_csv
+import numpy as np
+import torch
+import tyro
+from evaluate import RunFlags, check_writable, game, learner_index, make_state, play, seats_of, write_csv
+from torch.nn import functional as F
 
 PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their colours
 
@@ -31,8 +31,8 @@ PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their
 class SubgoalFlags:
     seats: str | None = None
     """who sits where (None: as in training)"""
-    games: game.Count = 256
-    """places at which games are played, per seed of the run"""
+    games: Annotated[int, (">= 2", 2, game.MOST)] = 256
+    """places at which games are played, per seed of the run; every other one is for the test"""
     copies: game.Count = 32
     """how often each is played on for the ceilings"""
 
@@ -138,9 +138,11 @@ def main(args: Args) -> dict[str, float]:
     import matplotlib.pyplot as plt
 
     run, config = args.run, args.run.args.config
-    if run.args.subgoals == "none":
-        raise ValueError(f"{run.path} reads no subgoals (--method {run.args.method})")
-    table = game.seats_table(args.seats or run.args.seats, config.num_players)
+    read = run.args.subgoals not in ("none", "hop")
+    game.refuse(not read, f"{run.path}: its policy reads no subgoals (--method {run.args.method})")
+    table = seats_of(run, args.seats)
+    title = run.path.parent / f"subgoals_{'-'.join(table)}"
+    check_writable(f"{title}.csv", f"{title}.png")
     num_seeds = run.checkpoint["args"]["num_seeds"]
     sitting = [seat for seat, name in enumerate(table) if name == "learner"]
     index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
@@ -166,7 +168,6 @@ def main(args: Args) -> dict[str, float]:
     if sitting == [table.index("learner")]:
         best = ceilings(args, state, table, make, probe)
         print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in best.items()))
-    title = run.path.parent / f"subgoals_{'-'.join(table)}"
     write_csv(
         f"{title}.csv", [["step", "accuracy", "samples"], *zip(steps.tolist(), accuracy, counts.tolist(), strict=True)]
     )

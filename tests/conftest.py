@@ -3,10 +3,9 @@ import os
 # Here and in what tests start: with more threads, tests side by side wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+
 import pytest
 import torch
-
-import stag_hunt_env
 
 
 def pytest_addoption(parser):
@@ -20,15 +19,16 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def auto_is_the_cpu(request, monkeypatch):
+    """Also where there is a GPU, tests without the marker run on the CPU"""
+    if "cuda" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def keep_determinism():
     """What pretrain_vae.py asks for on a GPU holds for its own tests only."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(autouse=True)
-def no_memory_limit(monkeypatch):
-    """The tests' own process keeps its limits; command lines in processes of their own set theirs."""
-    monkeypatch.setattr(stag_hunt_env, "limit_memory", lambda: None)

@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, POPULATION, StagHuntConfig, State, sample
+
 import numpy as np
 import reference_game as reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, POPULATION, StagHuntConfig, State, sample
 
 
 def _player(probs):

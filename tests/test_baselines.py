@@ -4,13 +4,13 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from helpers import lines_of, record_learning_rates, without_times
-
 import hopplus_ppo as hop
 import stag_hunt_env
 from stag_hunt_env import STAY, StagHuntConfig, command_line
+
+import pytest
+import torch
+from helpers import lines_of, record_learning_rates, without_times
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
 
@@ -56,15 +56,15 @@ def recompute(agent, batch, first=0, state=None):
 def test_it_learns(tmp_path):
     """Beside a hunter of stags: 0.6 at random, 5 is the most"""
     config = StagHuntConfig(height=3, width=3, num_players=2, num_hares=1, final_time=6)
-    changes = {"config": config, "seats": "learner,nearest_stag", "num_envs": 128, "num_steps": 8, "hidden": 32}
-    changes |= {"update_epochs": 3, "num_minibatches": 2, "learning_rate": 5e-3, "total_timesteps": 25 * 1024}
-    final = ppo_gru.main(tiny(**changes, num_seeds=2, log_every=5, run_dir=str(tmp_path)))
+    changes = {"config": config, "seats": "learner,nearest_stag", "num_envs": 64, "num_steps": 8, "hidden": 32}
+    changes |= {"update_epochs": 3, "num_minibatches": 2, "learning_rate": 1e-2, "total_timesteps": 15 * 512}
+    final = ppo_gru.main(tiny(**changes, num_seeds=2, log_every=3, run_dir=str(tmp_path)))
     folders = sorted(tmp_path.iterdir())
     assert [folder.name.split("__")[:3] for folder in folders] == [["ppo_gru", "3x3_2h1s_1hares", s] for s in "12"]
     last = []
     for folder in folders:
         lines = lines_of(folder)
-        assert [line["steps"] for line in lines] == [5120, 10240, 15360, 20480, 25600]
+        assert [line["steps"] for line in lines] == [1536, 3072, 4608, 6144, 7680]
         assert lines[0]["charts/episodic_return"] < 2.5 and lines[-1]["charts/episodic_return"] > 4.0
         assert {path.name.split(".")[0] for path in folder.iterdir()} == {"args", "checkpoint", "events", "metrics"}
         last.append(lines[-1]["charts/episodic_return"])
@@ -98,6 +98,36 @@ def test_the_first_ratio_is_one():
     first = ppo_gru.ppo_update(args, agent, optimizer, batch)
     second = ppo_gru.ppo_update(args, agent, optimizer, batch)
     assert first["losses/approx_kl"].abs().max() < 1e-7 < 1e-6 < second["losses/approx_kl"].min()
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_ppo():
+    """Sample by sample, in plain numbers; the ratios leave the clip range on both sides"""
+    args = tiny(num_seeds=2, ent_coef=0.3, vf_coef=0.7)
+    with torch.enable_grad():
+        agent, _, batch, _ = played(args)
+    batch["log_prob"] = batch["log_prob"] + 0.5 * torch.randn(batch["log_prob"].shape)
+    loss, metrics = ppo_gru.ppo_loss(args, agent, batch)
+    log_probs, value, _ = agent(batch["x"], batch["legal"], batch["reset"], batch["state"])
+    for seed in range(2):
+        rows = batch["mask"][seed]
+        advantage = batch["advantage"][seed][rows]
+        advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False)
+        said, action = log_probs[seed][rows], batch["action"][seed][rows]
+        ratios = (said[torch.arange(len(said)), action] - batch["log_prob"][seed][rows]).exp()
+        assert ratios.min() < 0.7 and ratios.max() > 1.3
+        gains = [
+            min(float(ratio * gain), float(ratio.clamp(0.8, 1.2) * gain))
+            for ratio, gain in zip(ratios, advantage, strict=True)
+        ]
+        policy_loss = -sum(gains) / len(gains)
+        value_loss = float(0.5 * (value[seed][rows] - batch["returns"][seed][rows]).square().mean())
+        entropy = float(torch.distributions.Categorical(logits=said).entropy().mean())
+        found = {name: float(x[seed]) for name, x in metrics.items()}
+        expected = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert found["clipfrac"] == pytest.approx(float(((ratios - 1).abs() > 0.2).float().mean()))
+        assert float(loss[seed]) == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-3)
 
 
 def test_the_recurrence_is_that_of_torch():
@@ -142,7 +172,7 @@ def test_the_last_step_is_seen(keep_state, monkeypatch):
 def test_it_has_the_eyes_of_hopplus(pieces):
     """What it reads of the board is what hopplus_ppo.py reads there; with the same weights it sees the same"""
     config = dataclasses.replace(CONFIG, height=4, max_wall_pieces=pieces)
-    args = tiny(config=config, num_seeds=2)
+    args = tiny(config=config, num_seeds=2, num_envs=12, num_minibatches=1)
     env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
     theirs = hop.Stacked(lambda: hop.BoardEncoder(config, args.hidden), [1, 2], torch.device("cpu"))
     named = dict(agent.encoder.named_parameters())
@@ -238,7 +268,7 @@ def test_steps_after_the_learner_left_carry_no_gradient():
 
 def test_a_game_ends_for_the_learner_when_it_leaves():
     args = tiny()
-    _, _, batch, rest = played(args, 6)
+    _, _, batch, rest = played(args, 2)
     mask, ended, reward, value = batch["mask"], batch["ended"], batch["reward"], rest["value"]
     assert (ended | ~rest["done"]).all() and (mask | (reward == 0)).all()
     caught = reward > 0  # and so it left
@@ -315,7 +345,7 @@ def test_first_weights_depend_on_the_seed_alone():
 WRONG = [
     ("--seats learner,learner,random,random", "1 learner, not 2"),
     ("--seats mixed,mixed,mixed,mixed", "1 learner, not 0"),
-    ("--seats learner,mixed", "the game has 4 players"),
+    ("--seats learner,mixed", "the game has --num-players 4"),
     ("--population nearest_stag,nobody", "'nobody'"),
     ("--redraw sometimes", "--redraw must be game, never or a probability"),
     ("--num-envs 4 --num-minibatches 5", "--num-minibatches 5 exceeds --num-envs 4"),

@@ -12,9 +12,9 @@ from helpers import chi_square_p
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import game  # noqa: E402
-
 from stag_hunt_env import StagHuntConfig, StagHuntEnv  # noqa: E402
+
+import game  # noqa: E402
 
 
 def test_audit_passes_a_fair_game_and_fails_an_unfair_one():

@@ -7,23 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gymnasium
-import pytest
-import torch
-from helpers import seeded
-
 import stag_hunt_env
 from stag_hunt_env import (
     Count,
-    Finite,
     Fraction,
     NonNegative,
     Positive,
+    Reward,
     SeatFlags,
     StagHuntConfig,
     StagHuntEnv,
     StagHuntGymEnv,
     StagHuntParallelEnv,
+    UserError,
     Whole,
     check_ranges,
     command_line,
@@ -31,6 +27,11 @@ from stag_hunt_env import (
     parse,
     seats_table,
 )
+
+import gymnasium
+import pytest
+import torch
+from helpers import seeded
 
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -54,10 +55,10 @@ BAD_CONFIGS = [  # fields, and what the error must name
     ({"strengths": (1, 2, 3, float("nan"))}, ["nan"]),
     ({"strengths": (1, 2, 3, float("inf"))}, ["inf"]),
     ({"stag_reward": float("nan")}, ["nan"]),
-    ({"time_reward": float("-inf")}, ["--time-reward must be finite, not -inf"]),
+    ({"time_reward": float("-inf")}, ["--time-reward must be -1e6 to 1e6, not -inf"]),
     ({"max_wall_pieces": -1}, ["-1"]),
-    ({"max_wall_pieces": 17}, ["17", "4x4"]),
-    ({"max_wall_pieces": 10**9}, ["4x4"]),
+    ({"max_wall_pieces": 17}, ["17", "16"]),
+    ({"max_wall_pieces": 10**9}, ["16"]),
     ({"steps_after_first_hunt": -1}, ["-1"]),
 ]
 BAD_CALLS = [
@@ -162,15 +163,44 @@ def test_bad_commands_end_with_one_line_and_code_2(arguments, words, monkeypatch
     assert line.startswith("error: ") and all(word in line for word in words) and not printed.out, line
 
 
-def test_a_gif_that_cannot_be_written_ends_with_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["stag_hunt_env.py", "--gif", "nowhere/game.gif", "--final-time", "1"])
+@pytest.mark.parametrize("path", ["/proc/game.gif", "nowhere/game.gif", "{file}/game.gif", "{folder}", "game.xyz", ""])
+def test_a_gif_that_cannot_be_written_is_refused_before_the_game(path, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    path = path.format(file=tmp_path / "file", folder=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stag_hunt_env.py", "--gif", path, "--final-time", "1"])
     with pytest.raises(SystemExit) as stop:
         command_line(stag_hunt_env.parse_args, stag_hunt_env.main)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and line.startswith("error: ") and "nowhere" in line
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert stop.value.code == 2 and line.startswith("error: --gif") and not printed.out
 
 
-@pytest.mark.parametrize("error, code", [(ValueError, 2), (OSError, 2), (FloatingPointError, 1)])
+@pytest.mark.parametrize("error", [ValueError, OSError, RuntimeError])
+def test_a_mistake_keeps_its_traceback(error, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def main(args):
+        raise error("not for users")
+
+    with pytest.raises(error, match="not for users"):
+        command_line(lambda words: None, main)
+
+
+def test_ctrl_c_that_torch_turned_into_an_error_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def main(args):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("an import failed") from error
+
+    with pytest.raises(SystemExit) as stop:
+        command_line(lambda words: None, main)
+    assert stop.value.code == 130 and capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize("error, code", [(UserError, 2), (FloatingPointError, 1)])
 def test_errors_of_a_program_end_with_one_line(error, code, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program"])
 
@@ -219,7 +249,7 @@ class PPOArgs:
     """steps (None: all)"""
     ent_coef: NonNegative = 0.0
     """weight of the entropy"""
-    offset: Finite = -1.0
+    offset: Reward = -1.0
     """added to the reward"""
     eps: Whole = 0
     """annealed"""
@@ -234,12 +264,14 @@ class TestArgs(RunArgs, SeatFlags, PPOArgs):
 GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": SeatFlags, "ppo": PPOArgs}
 INF, NAN = math.inf, math.nan
 RANGES = [  # field, what it must be, wrong, right
-    ("num_envs", ">= 1", (0, -1, INF, NAN), (1, 10**9)),
+    ("num_envs", ">= 1", (0, -1, INF, NAN), (1, 10**15)),
+    ("num_envs", "at most 1e+15", (10**15 + 1,), (5,)),
+    ("learning_rate", "at most 1e+38", (1e39,), (5,)),
     ("gamma", "0 to 1", (-0.1, 1.1, INF, NAN), (0, 1, 0.5)),
     ("learning_rate", "> 0", (0, -1e-9, INF, NAN), (1e-30, 5)),
     ("horizon", ">= 1", (0, -3, NAN), (1, None)),
     ("ent_coef", ">= 0", (-1e-9, INF, NAN), (0, 3.5)),
-    ("offset", "finite", (INF, -INF, NAN), (-1e9, 0)),
+    ("offset", "-1e6 to 1e6", (INF, -INF, NAN, 1e39), (-1e6, 0)),
     ("eps", ">= 0", (-1, INF, NAN), (0, 7)),
 ]
 
@@ -298,3 +330,60 @@ def test_early_flags():
         "run_dir": "z",
     }
     assert early_flags(["--method"], method="a") == {"method": "a"}  # left for `parse` to refuse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs as they start
+
+AT_TORCH = """
+import importlib.abc, os, runpy, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            {action}
+sys.meta_path.insert(0, Finder())
+sys.argv = [{path!r}]
+sys.path.insert(0, os.path.dirname({path!r}))
+runpy.run_path({path!r}, run_name="__main__")
+"""
+PROGRAMS = [
+    *sorted(path.name for path in ROOT.glob("*.py")),
+    *sorted(
+        str(path.relative_to(ROOT)) for folder in ("evaluation", "benchmarks") for path in ROOT.glob(f"{folder}/*.py")
+    ),
+    "benchmarks/baselines/ppo_gru.py",
+]
+
+
+def start_until_torch(program, action, **environment):
+    """Runs a program up to its `import torch`, in place of which comes `action`"""
+    source = AT_TORCH.format(path=str(ROOT / program), action=action)
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"} | environment
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_threads_do_not_wait_by_spinning(program):
+    """torch reads it when it is imported; two programs on the same cores would be 30 times slower"""
+    say = "print(os.environ.get('GOMP_SPINCOUNT'), flush=True); os._exit(0)"
+    assert int(start_until_torch(program, say).stdout) <= 30_000
+
+
+def test_who_wants_them_to_spin_may_say_so():
+    say = "print(os.environ.get('GOMP_SPINCOUNT'), flush=True); os._exit(0)"
+    assert start_until_torch("stag_hunt_env.py", say, GOMP_SPINCOUNT="123456").stdout == "123456\n"
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback():
+    found = start_until_torch("hopplus_ppo.py", "raise KeyboardInterrupt")
+    assert found.stderr == "stopped\n" and found.returncode in (130, -2)
+    found = start_until_torch("hopplus_ppo.py", "raise ZeroDivisionError")
+    assert "Traceback" in found.stderr and found.returncode == 1
+
+
+def test_letters_that_the_output_does_not_know():
+    source = "import stag_hunt_env; stag_hunt_env.command_line(list, lambda words: print('1 ± 2'))"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0 and found.stdout == "1 \\xb1 2\n"

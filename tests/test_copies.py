@@ -9,13 +9,26 @@ import stag_hunt_env
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 SCRIPTS = ("hopplus_ppo.py", "hopplus_mcts.py", "pretrain_vae.py", "pretrain_world_model.py")
 OWN = {  # each script has its own
-    *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS", "FORMAT", "KEYS", "DETAILS"),
+    *(
+        "Args",
+        "RunArgs",
+        "DataArgs",
+        "OpponentArgs",
+        "WorldModelArgs",
+        "GROUPS",
+        "FORMAT",
+        "KEYS",
+        "DETAILS",
+        "MAY_CHANGE",
+        "memory_needs",
+        "optimizer_step",
+    ),
     *("make_args", "parse_args", "validate", "measure", "draw_pictures", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
     *("METHODS", "ON_CPU", "OpponentBelief", "goal_size", "imagine", "infer_opponents", "make_networks"),
     *("make_ppo_batch", "make_train_state", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
-    *("policy_inputs", "update_history"),
+    *("imagined_end", "policy_inputs", "update_history", "history_after_game"),
 }
 
 
@@ -27,7 +40,7 @@ def definitions(source):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = ast.get_source_segment(source, node)
+            found[node.targets[0].id] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     return found
 
 

@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
+import hopplus_ppo as hop
+from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, Seats, StagHuntConfig, StagHuntEnv, State, sample
+
 import pytest
 import torch
 from helpers import TINY_FLAGS, lines_of, mixed_actions, random_kinds, same_tree, seeded, without_times
-
-import hopplus_ppo as hop
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, Seats, StagHuntConfig, StagHuntEnv, State, sample
 
 sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
 import adapt
@@ -246,7 +246,7 @@ HOSTLESS = [
     ("ppo", {}),
     ("ppo", {"subgoals": "posterior", "seats": "learner,mixed,mixed"}),
     ("hopplus", {}),
-    ("hopplus", {"seats": "learner,mixed,switching", "wm_ensemble": 2}),
+    ("hopplus", {"seats": "learner,mixed,switching"}),
     ("hopplus", {"subgoals": "actions"}),
     ("hopplus", {"imagined_goals": "prior", "precision": "bf16"}),
 ]

@@ -2,12 +2,12 @@
 
 from itertools import permutations
 
+from stag_hunt_env import ALL_SEATS, StagHuntConfig, StagHuntEnv, copy_state
+
 import pytest
 import reference_game as reference
 import torch
 from helpers import PLAYERS, chi_square_p, games_of
-
-from stag_hunt_env import ALL_SEATS, StagHuntConfig, StagHuntEnv, copy_state
 
 SHAPES = [  # (row, column) cells of every piece, before turning and mirroring
     [(0, 0), (0, 1), (0, 2)],
@@ -43,7 +43,7 @@ def fewest_pieces(walls, pieces):
 def test_walls_are_pieces_and_leave_the_board_connected(height, width, max_pieces, players):
     config = StagHuntConfig(height=height, width=width, num_players=players, num_hares=2, max_wall_pieces=max_pieces)
     pieces, used = set(placements(height, width)), []
-    for game in games_of(StagHuntEnv(config, 300, seed=1).initial_state()):
+    for game in games_of(StagHuntEnv(config, 150, seed=1).initial_state()):
         occupied = game.position + game.prey
         assert len(set(occupied)) == len(occupied) and not game.walls & set(occupied)
         free = set(range(config.num_cells)) - game.walls

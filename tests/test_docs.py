@@ -11,16 +11,16 @@ import tempfile
 import unittest.mock
 from pathlib import Path
 
-import pytest
-import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
 from stag_hunt_env import StagHuntConfig, parse
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
@@ -203,6 +203,10 @@ def test_the_command_is_understood(command, monkeypatch):
     monkeypatch.setattr(evaluate, "load_run", lambda args, words, contract: None)  # there is no run
     if "--help" in words:
         return
+    if "--resume" in words:
+        with pytest.raises(stag_hunt_env.UserError, match=r"--resume runs/RUN.* there is no checkpoint"):
+            parse_command(script, words)
+        return
     parse_command(script, words)
     if "--" in words:
         own = script == "benchmarks/experiments.py" and "hopplus_mcts.py" not in words  # see --script
@@ -354,7 +358,7 @@ def logged(script: str) -> dict[str, set[str]]:
         else:
             small = {
                 "pretrain_vae.py": "--num-samples 50 --epochs 1 --subgoal-hidden 8",
-                "pretrain_world_model.py": "--num-transitions 50 --num-updates 2 --wm-hidden 16 --wm-ensemble 2",
+                "pretrain_world_model.py": "--num-transitions 50 --num-updates 2 --wm-hidden 16",
             }[script]
             words = f"{small} --held-out-games 8 --log-details --device cpu --run-dir {folder}".split()
             with unittest.mock.patch.object(MODULES[script], "draw_pictures"):

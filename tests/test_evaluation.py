@@ -1,28 +1,35 @@
 """What is done with a checkpoint: evaluate.py, adapt.py and cross_play.py, with the script that made it or a copy."""
 
+import contextlib
 import csv
 import dataclasses
 import functools
+import hashlib
 import inspect
+import io
 import itertools
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
+
+import hopplus_mcts
+import hopplus_ppo
+import stag_hunt_env as game
+from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-import hopplus_ppo
-import stag_hunt_env as game
-from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
-
 sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
 import adapt
 import cross_play
 import evaluate
+import inspector
+import partners
 import subgoals
 
 ROOT = Path(game.__file__).resolve().parent
@@ -34,6 +41,7 @@ TINY = {
     **{"imagination_horizon": 4, "trust_exact_match": 0.0, "num_pictures": 0, "log_every": 1, "num_seeds": 2},
 }
 FAST = ["--steps", 32, "--every", 8, "--repetitions", 6, "--imagined-games", 4, "--rounds", 1]
+FAST += ["--update-epochs", 1, "--num-minibatches", 1, "--subgoal-updates", 1]
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +74,22 @@ def edited(path, change, name="edited.pt"):
     return path.parent / name
 
 
-def untrained(folder, method="ppo", stays=None, seed=1, change=None, **changes):
+def untrained(folder, method="ppo", stays=None, seed=1, script=hopplus_ppo, **changes):
     """A checkpoint of learners that act at random, or, where `stays` [M], do nothing but stay"""
-    args = hopplus_ppo.make_args(method, "cpu", **{**TINY, **changes}, seed=seed)
+    args = script.make_args(method, "cpu", **{**TINY, **changes}, seed=seed)
     table = game.seats_table(args.seats, args.config.num_players)
     seeds = list(range(seed, seed + args.num_seeds))
-    state = hopplus_ppo.make_train_state(args, [table] * args.num_seeds, seeds, torch.device("cpu"))
+    state = script.make_train_state(args, [table] * args.num_seeds, seeds, torch.device("cpu"))
     if stays is not None:
         last = max(name for name in state.networks.policy.params if name.startswith("actor") and name.endswith("bias"))
         for name, p in state.networks.policy.params.items():
             p.data.zero_()
             if name == last:
                 p.data[:, STAY] = 100.0 * torch.tensor(stays)
-    content = {"format": hopplus_ppo.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
-    content["script"] = {"name": "hopplus_ppo.py", "sha256": "of another version"}
+    content = {"format": script.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
+    content["script"] = {"name": Path(script.__file__).name, "sha256": "of another version"}
     folder.mkdir(exist_ok=True)
-    hopplus_ppo.save_checkpoint(folder / "checkpoint.pt", content)
+    script.save_checkpoint(folder / "checkpoint.pt", content)
     return folder / "checkpoint.pt"
 
 
@@ -139,7 +147,7 @@ SIGNATURES = {  # how evaluation/ calls them
     "train_iteration": "state train_world train_opponents",
     "make_optimizer": "params learning_rate",
     "history_decay": "args",
-    "add_event": "history event done discount",
+    "history_after_game": "args history discount",
 }
 
 
@@ -158,27 +166,23 @@ def test_the_scripts_keep_the_contract(name):
 
 
 def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
-    found = [call(evaluate, path, "--games", 12, "--seats", "learner,random,nearest_hare") for path in run]
-    assert (
-        found[0]
-        == found[1]
-        == call(evaluate, run[0] / "checkpoint.pt", "--games", 12, "--seats", "learner,random,nearest_hare")
-    )
+    words = ["--games", 4, "--seats", "learner,random,nearest_hare"]
+    first, second, checkpoint = (call(evaluate, path, *words) for path in (*run, run[0] / "checkpoint.pt"))
+    assert first == second == checkpoint
     written = {path.name for folder in run for path in folder.glob("evaluation_*")}
     assert written == {f"evaluation_learner-random-nearest_hare.{kind}" for kind in ("csv", "gif")}
     assert not list(run[1].glob("evaluation_*")), "beside the checkpoint"
 
 
 def test_learners_are_loaded_one_by_one(tmp_path):
-    """Each row of each network is another one; learner m gets row index[m], of world models the ensemble."""
-    path = untrained(tmp_path, "hopplus", wm_ensemble=2)
+    """Each row of each network is another one; learner m gets row index[m]."""
+    path = untrained(tmp_path, "hopplus")
     run = read(evaluate, path).run
     index = [5, 0, 3]
     state = evaluate.make_state(run, [["learner"] * 3], [7], index)
     for name, network in state.networks._asdict().items():
         saved = run.checkpoint["states"][0]["networks"][name]
-        rows = [2 * i + k for i in index for k in range(2)] if name == "world" else index
-        assert equal(network.state_dict(), {key: p[rows] for key, p in saved.items()}), name
+        assert equal(network.state_dict(), {key: p[index] for key, p in saved.items()}), name
     first = run.checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"]
     assert all((first[a] != first[b]).any() for a, b in itertools.combinations(range(6), 2))
 
@@ -187,7 +191,7 @@ def test_the_learner_that_sat_there(tmp_path):
     saved = {"seats": "random,learner,learner", "share_parameters": False, "config": {"num_players": 3}}
     number = {(seed, seat): evaluate.learner_index({"args": saved}, seed, seat) for seed in (0, 1) for seat in (1, 2)}
     assert number == {(0, 1): 0, (0, 2): 1, (1, 1): 2, (1, 2): 3}
-    with pytest.raises(ValueError, match=r"seat 0 was not a learner .* random,learner,learner"):
+    with pytest.raises(game.UserError, match=r"--seats: seat 0 was not a learner .* random,learner,learner"):
         evaluate.learner_index({"args": saved}, 0, 0)
     assert evaluate.learner_index({"args": {**saved, "share_parameters": True}}, 1, 0) == 1
 
@@ -197,25 +201,13 @@ def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     copy = tmp_path / "my_copy.py"
     copy.write_text(text.replace("self.actor(features).float()", "100 * self.actor(features).float()"))
     assert copy.read_text() != text
-    here, there = (read(evaluate, folder, "--games", 40, *more) for more in ([], ["--script", copy]))
+    here, there = (read(evaluate, folder, "--games", 8, *more) for more in ([], ["--script", copy]))
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
     assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
     assert evaluate.main(here) != evaluate.main(there), "more decided"
-    call(
-        adapt,
-        folder,
-        "--script",
-        copy,
-        *FAST,
-        "--seats",
-        "learner,random,random",
-        "--no-references",
-        "--modes",
-        "learning",
-    )
     (tmp_path / "lacks.py").write_text(text.replace("def capture(", "def catch("))
-    with pytest.raises(ValueError, match=r"lacks\.py has no capture$"):
+    with pytest.raises(game.UserError, match=r"--script .*lacks\.py has no capture$"):
         read(evaluate, folder, "--script", tmp_path / "lacks.py")
 
 
@@ -232,55 +224,242 @@ def test_flags_missing_unknown_and_after_the_dashes(folder, capsys):
     assert (args.games, args.run.args.gamma, args.run.args.anneal_lr, args.run.args.vf_coef) == (3, 0.5, False, 0.125)
 
 
-def test_refused_in_one_line(folder, tmp_path):
-    def poison(checkpoint):
-        checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"][3].fill_(math.nan)
+def error_of(module, *words):
+    """What a command line says, which must be one line and end with exit code 2"""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["evaluation", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            game.command_line(module.parse_args, module.main)
+    text = said.getvalue()
+    assert stop.value.code == 2 and text.startswith("error: ") and text.count("\n") == 1, text
+    return text
 
-    def made_elsewhere(checkpoint):
-        checkpoint["script"]["name"] = "their_copy.py"
 
-    path = folder / "checkpoint.pt"
-    (tmp_path / "cut.pt").write_bytes(path.read_bytes()[:500])
-    one_seed = untrained(tmp_path / "one", num_seeds=1)
-    seated = untrained(tmp_path / "seated", seats="learner,mixed,learner")
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint of plain PPO"""
+    return untrained(tmp_path_factory.mktemp("small") / "run")
+
+
+def test_wrong_flags_are_named(small, tmp_path):
     refused = [
-        (evaluate, [edited(path, poison)], r"edited\.pt: .*policy.* holds values that are no numbers"),
-        (evaluate, [edited(path, made_elsewhere, "other.pt")], "their_copy.py.*--script FILE"),
-        (evaluate, [tmp_path / "cut.pt"], "no checkpoint of a training script"),
-        (evaluate, [tmp_path / "missing.pt"], "missing.pt is no checkpoint"),
-        (evaluate, [tmp_path], "is no checkpoint of a training script"),
-        (evaluate, [path, "--games", 0], "--games must be >= 1"),
-        (evaluate, [path, "--seats", "random,random,random"], "no learner to evaluate"),
-        (evaluate, [path, "--seats", "learner,wolf,random"], "unknown player 'wolf'"),
-        (evaluate, [seated, "--seats", "random,learner,random"], "seat 1 was not a learner"),
-        (evaluate, [path, "--", "--height", 5], r"encoder.table .*\[6, 192, 32\].*\[6, 336, 32\]"),
-        (evaluate, [path, "--", "--gamma", 2], "--gamma must be 0 to 1"),
-        (adapt, [path], "has 3 co-players, this game has 2: use --seats"),
-        (adapt, [path, "--seats", "learner,mixed,random"], "one learner and named co-players"),
-        (adapt, [path, *FAST, "--every", 5, "--seats", "learner,random,random"], "multiple of --every"),
-        (adapt, [path, *FAST, "--every", 4, "--steps", 16, "--seats", "learner,random,random"], "a game of 6 steps"),
-        (
-            adapt,
-            [path, *FAST, "--seats", "learner,random,random", "--modes", "search"],
-            "--modes search: nobody searches",
-        ),
-        (cross_play, [one_seed], r"at least 2 seeds, .* has 1: train with --num-seeds"),
-        (cross_play, [seated], "learners in all seats, not learner,mixed,learner"),
+        (evaluate, ["--games", 0], "--games must be >= 1"),
+        (evaluate, ["--", "--height", 5], r"checkpoint.pt: .*encoder.table .*\[6, 192, 32\].*\[6, 336, 32\]"),
+        (evaluate, ["--", "--num-players", 4], r"--num-players: .*checkpoint.pt was trained with 3"),
+        (evaluate, ["--seed", 10**23], r"--seed must be 0 to 2\*\*40"),
+        (evaluate, ["--script", ""], r"there is no \.; .*--script"),
+        (evaluate, ["--", "--gamma", 2], "error: --gamma must be 0 to 1"),
+        (evaluate, ["--", "--gamma", "x"], "--gamma"),
+        (evaluate, ["--", "--subgoals", "actions"], r"checkpoint.pt has no prior network .*--method: ppo"),
+        (evaluate, ["--script", tmp_path / "nowhere.py"], "nowhere.py; .* made by hopplus_ppo.py: --script"),
+        (adapt, ["--imagined-games", 1], "--imagined-games must be >= 2"),
+        (subgoals, ["--games", 1], "--games must be >= 2"),
+    ]
+    before = sorted(small.parent.iterdir())
+    for module, words, sentence in refused:
+        text = error_of(module, small, *words)
+        assert re.search(sentence, text), (text, sentence)
+    assert sorted(small.parent.iterdir()) == before, "nothing is written"
+
+
+def test_seats_modes_and_runs_that_do_not_fit_are_named(run, small, tmp_path):
+    seated = untrained(tmp_path / "seated", seats="learner,mixed,learner")
+    hop = untrained(tmp_path / "hop", "hop", script=hopplus_mcts, goal_dim=2, num_seeds=1)
+    ppo, omg, two, one_seed = (load(path) for path in (small, run[0], seated, hop))
+    short = {"seats": ("learner,random,random",), "steps": 32, "every": 8}
+    four = "learner,random,random,random"
+    refused = [
+        (evaluate, ppo, {"seats": "random,random,random"}, "--seats random,random,random: there is no learner"),
+        (evaluate, ppo, {"seats": "learner,wolf,random"}, "--seats.* unknown player 'wolf'"),
+        (evaluate, ppo, {"seats": ""}, "--seats.* unknown player ''"),
+        (evaluate, ppo, {"seats": four}, "--seats names 4, but the game has --num-players 3"),
+        (evaluate, two, {"seats": "random,learner,random"}, "--seats: seat 1 was not a learner"),
+        (adapt, ppo, {}, "--sets standard has 3 co-players, this game has 2: use --seats"),
+        (adapt, ppo, {"seats": ("learner,mixed,random",)}, "--seats needs one learner and named co-players"),
+        (adapt, ppo, {"seats": ("learner,wolf,random",)}, "--seats.* unknown player 'wolf'"),
+        (adapt, ppo, short | {"every": 5}, "--steps must be a multiple of --every"),
+        (adapt, ppo, short | {"every": 4, "steps": 16}, "--steps .* a game of 6 steps"),
+        (adapt, ppo, short | {"modes": ("search",)}, "--modes search: nobody searches"),
+        (adapt, ppo, short | {"modes": ()}, "--modes names none"),
+        (cross_play, one_seed, {}, r"at least 2 seeds, .*checkpoint.pt has 1: train with --num-seeds"),
+        (cross_play, two, {}, "learners in all seats; .*checkpoint.pt: --seats learner,mixed,learner"),
+        (subgoals, ppo, {}, r"checkpoint.pt: .* reads no subgoals \(--method ppo\)"),
+        (subgoals, one_seed, {}, r"checkpoint.pt: .* reads no subgoals \(--method hop\)"),
+        (subgoals, omg, {"seats": "random,random,random"}, "--seats .* no learner"),
     ]
     before = sorted(tmp_path.rglob("*"))
-    for module, words, sentence in refused:
-        with pytest.raises(ValueError, match=sentence) as error:
-            call(module, *words)
-        assert "\n" not in str(error.value)
+    for module, loaded, flags, sentence in refused:
+        text = refusal(module.main, module.Args(path=str(loaded.path), run=loaded, **flags))
+        assert re.search(sentence, text), (text, sentence)
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
-def test_the_command_line(folder, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["adapt.py", str(folder / "checkpoint.pt"), "--", "--no-such-flag"])
-    with pytest.raises(SystemExit) as stop:
-        game.command_line(adapt.parse_args, adapt.main)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and "--no-such-flag" in said
+class Forbidden:
+    """Opened by pickle, it makes a file"""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def without(*names):
+    def change(checkpoint):
+        *path, last = names
+        for name in path:
+            checkpoint = checkpoint[name]
+        del checkpoint[last]
+
+    return change
+
+
+def having(value, *names):
+    def change(checkpoint):
+        *path, last = names
+        for name in path:
+            checkpoint = checkpoint[name]
+        checkpoint[last] = value
+
+    return change
+
+
+EDITS = {  # of a checkpoint, and what is said about it
+    "no format": (without("format"), "format"),
+    "no script": (without("script"), "which one made it"),
+    "script is no dict": (having("hopplus_ppo.py", "script"), "which one made it"),
+    "script without sum": (without("script", "sha256"), "which one made it"),
+    "another's": (having("their_copy.py", "script", "name"), "their_copy.py.*--script FILE"),
+    "no args": (without("args"), "args"),
+    "args is None": (having(None, "args"), "args"),
+    "no method": (without("args", "method"), "method"),
+    "unknown method": (having("magic", "args", "method"), "magic"),
+    "no seats": (without("args", "seats"), "seats"),
+    "wrong seats": (having("learner,wolf,learner", "args", "seats"), "wolf"),
+    "seeds are a word": (having("two", "args", "num_seeds"), "num_seeds"),
+    "no seeds": (having(0, "args", "num_seeds"), "num_seeds"),
+    "more seeds": (having(7, "args", "num_seeds"), "policy network is not one of 21 learners"),
+    "config is a list": (having([], "args", "config"), "config"),
+    "strange config": (having(3, "args", "config", "depth"), "depth"),
+    "height is a word": (having("tall", "args", "config", "height"), "flags"),
+    "no height": (having(0, "args", "config", "height"), "--height must be >= 1"),
+    "gamma is a word": (having("x", "args", "gamma"), "flags"),
+    "gamma is 2": (having(2, "args", "gamma"), "--gamma must be 0 to 1"),
+    "states is None": (having(None, "states"), "its states is missing or wrong"),
+    "no states": (having([], "states"), "its states is missing or wrong"),
+    "state is None": (having([None], "states"), "networks"),
+    "no networks": (without("states", 0, "networks"), "networks"),
+    "networks is None": (having(None, "states", 0, "networks"), "networks"),
+    "policy is None": (having(None, "states", 0, "networks", "policy"), "networks"),
+    "no policy": (without("states", 0, "networks", "policy"), "policy network"),
+    "a weight is a word": (having("x", "states", 0, "networks", "policy", "actor.0.bias"), "policy network"),
+    "a weight is missing": (without("states", 0, "networks", "policy", "actor.0.bias"), r"policy.actor.0.bias"),
+    "NaN": (having(torch.full((6, 16), math.nan), "states", 0, "networks", "policy", "actor.0.bias"), "no numbers"),
+}
+
+
+def refusal(function, *given):
+    """The sentence that it refuses with"""
+    with pytest.raises(game.UserError) as error:
+        function(*given)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def load(path):
+    return evaluate.load_run(evaluate.Args(path=str(path), device="cpu"), [], [])
+
+
+def evaluate_path(path):
+    evaluate.main(evaluate.Args(path=str(path), run=load(path)))
+
+
+def partners_of(path):
+    partners.main(partners.Args(paths=(str(path),), device="cpu"))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_checkpoint_is_named(name, small, tmp_path, monkeypatch):
+    """Its checksum is right"""
+    change, sentence = EDITS[name]
+    whole = torch.load(small, weights_only=True)
+    content = {key: whole[key] for key in ("format", "args", "script")}
+    content["states"] = [{"networks": whole["states"][0]["networks"]}]
+    change(content)
+    hopplus_ppo.save_checkpoint(tmp_path / "edited.pt", content)
+    load_script = evaluate.load_script
+    monkeypatch.setattr(
+        evaluate, "load_script", lambda path, *rest: hopplus_ppo if path.exists() else load_script(path, *rest)
+    )
+    text = refusal(evaluate_path, tmp_path / "edited.pt")
+    assert re.search(sentence, text) and ("edited.pt" in text or name == "another's"), text
+
+
+def test_what_is_no_checkpoint_is_named(small, tmp_path):
+    """Other files, also one that would run code and has the right checksum; run folders whose flags are broken"""
+    torch.save({"format": "ppo-gru-1", "more": Forbidden(tmp_path / "made")}, tmp_path / "forbidden.pt")
+    data = (tmp_path / "forbidden.pt").read_bytes()
+    (tmp_path / "forbidden.pt").write_bytes(data + hashlib.sha256(data).digest())
+    (tmp_path / "text.pt").write_text("to be or not to be")
+    (tmp_path / "cut.pt").write_bytes(small.read_bytes()[:500])
+    (tmp_path / "empty.pt").touch()
+    torch.save([1, 2], tmp_path / "list.pt")
+    for number, text in enumerate(("", "{", "[]", '"x"', '{"checkpoint": 3}', "[" * 100_000)):
+        (tmp_path / f"run_{number}").mkdir()
+        (tmp_path / f"run_{number}/args.json").write_text(text)
+    for use in (evaluate_path, partners_of):
+        for name in ("forbidden.pt", "text.pt", "cut.pt", "empty.pt", "list.pt", "missing.pt", "."):
+            assert str(tmp_path / name) in refusal(use, tmp_path / name), name
+        for number in range(6):
+            assert str(tmp_path / f"run_{number}/args.json") in refusal(use, tmp_path / f"run_{number}")
+    assert not (tmp_path / "made").exists()
+    for module in (adapt, partners):
+        assert "text.pt" in error_of(module, tmp_path / "text.pt")
+
+
+def test_a_script_that_cannot_be_read_is_named(small, tmp_path):
+    copies = {
+        "no_suffix": ("", "--script .*no_suffix .*must end in .py"),
+        "broken.py": ("x = 1\ndef f(:\n    pass\n", r"--script .*broken.py .*line 2: def f\(:"),
+        "binary.py": ("\0", "--script .*binary.py"),
+        "folder.py": (None, "no .*folder.py; .*--script"),
+    }
+    for name, (text, sentence) in copies.items():
+        if text is None:
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_text(text)
+        said = error_of(evaluate, small, "--script", tmp_path / name)
+        assert re.search(sentence, said), said
+    (tmp_path / "mistake.py").write_text("import math\nmath.sqrt(-1)\n")
+    with pytest.raises(ValueError, match="math domain error"):  # somebody's own mistake keeps its traceback
+        read(evaluate, small, "--script", tmp_path / "mistake.py")
+
+
+TOOLS = {  # and a file that each of them writes beside the checkpoint, with its words
+    evaluate: ("inspect_learner-learner-learner.html", ["--inspect"]),
+    inspector: ("inspect_learner-learner-learner.html", []),
+    adapt: ("adaptation_learner-random-random_curve.csv", [*FAST, "--seats", "learner,random,random"]),
+    cross_play: ("cross_play.png", []),
+    subgoals: ("subgoals_learner-learner-learner.csv", []),
+    partners: ("partners.csv", ["--seats", "learner,random,random"]),
+}
+
+
+@pytest.mark.parametrize("module", TOOLS, ids=lambda module: module.__name__)
+def test_what_cannot_be_written_is_said_before_a_game_is_played(module, folder, monkeypatch):
+    def play(*_):
+        raise AssertionError("a game is played")
+
+    monkeypatch.setattr(game.StagHuntEnv, "step", play)
+    name, words = TOOLS[module]
+    args, before = read(module, folder, *words), sorted(folder.iterdir())
+    with pytest.raises(AssertionError, match="a game is played"):
+        module.main(args)
+    assert sorted(folder.iterdir()) == before, "trying leaves nothing"
+    (folder / name).mkdir()
+    assert refusal(module.main, args) == f"{folder / name} cannot be written: Is a directory"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,11 +468,16 @@ def test_the_command_line(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("seats", ["learner,nearest_hare,mixed", "learner,learner,learner"])
 def test_the_first_games_of_each_place_count(seats, tmp_path):
-    """300 games a seed are two games in each of 150 places; whatever else ends there does not count."""
-    path = untrained(tmp_path, "ppo-omg", config=dataclasses.replace(CONFIG, steps_after_first_hunt=0))
+    """300 games a seed are two games in each of 150 places; whatever else ends there does not count. And nothing is
+    forgotten at random between them, as it is in training."""
+    config = dataclasses.replace(CONFIG, steps_after_first_hunt=0)
+    path = untrained(tmp_path, "ppo-omg", config=config, history_reset_prob=1.0)
     args, seen = read(evaluate, path, "--games", 300, "--seats", seats), []
     watch(args, "rollout", seen)
     found = evaluate.main(args)
+    first = seen[0][1][0]
+    next_games = first.history[:, 1:][first.time[:, 1:] == 0]  # what they begin with
+    assert len(next_games) > 100 and next_games.flatten(1).any(1).all() == ("mixed" not in seats)
     episodes = [episodes for (_, env, *_), (_, _, episodes) in seen if env.num_envs == 300]
     done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "return", "prey"))
     assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
@@ -315,6 +499,7 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
         assert float(row["stag_share"]) == pytest.approx(sum(stags) / 2)
 
 
+@functools.cache
 def alone_among_stayers(seat, games=4000):
     """Mean return, and its standard error, of one who acts at random while the others stay"""
     env = StagHuntEnv(CONFIG, games, seed=9)
@@ -407,23 +592,27 @@ def test_the_sets():
 def test_adaptation(folder, capsys, monkeypatch):
     monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
     args = read(adapt, folder, *FAST, "--seats", "learner,nearest_hare,random", "random,learner,nearest_stag",
-                "--modes", "frozen", "unguarded", "learning", "--best-response-steps", 1024, "--best-response-seeds",
-                2)  # fmt: skip
-    states, rollouts = [], []
-    watch(args, "make_train_state", states)
-    watch(args, "rollout", rollouts)
+                "--modes", "frozen", "learning", "--best-response-steps", 32, "--best-response-seeds", 2)  # fmt: skip
+    states, rollouts, imagined, updates = [], [], [], []
+    for name, seen in (
+        ("make_train_state", states),
+        ("rollout", rollouts),
+        ("imagine", imagined),
+        ("ppo_update", updates),
+    ):
+        watch(args, name, seen)
     found = adapt.main(args)
     sets = ["nearest_hare + random", "nearest_stag + random"]
-    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
     assert set(found) == {f"{name}/{key}" for name in rows for key in sets}
     assert all(0 <= value <= 5 for value in found.values())
     assert found["Bayes hunter/nearest_stag + random"] > 4, "in every seat it hunts with its partner"
-    for (_, tables, *_), _ in states[:4]:
+    for (_, tables, *_), _ in states[:3]:
         assert len(tables) == 12
         for r, table in enumerate(tables):
             others = ["nearest_hare", "random"] if r < 6 else ["nearest_stag", "random"]
             assert [table[(r + k) % 3] for k in range(3)] == ["learner", *others], "the learner sits in seat r mod N"
-    assert states[4][0][1] == [["learner", other, "random"] for other in ("nearest_hare", "nearest_stag") for _ in "12"]
+    assert states[3][0][1] == [["learner", other, "random"] for other in ("nearest_hare", "nearest_stag") for _ in "12"]
     saved = args.run.checkpoint["states"][0]["networks"]["policy"]
     frozen = states[1][1].networks.policy.state_dict()
     assert equal(frozen, {name: p[[0, 1, 2, 3, 4, 5] * 2] for name, p in saved.items()}), "every learner of both seeds"
@@ -433,7 +622,7 @@ def test_adaptation(folder, capsys, monkeypatch):
     torch.testing.assert_close(outputs["log_probs"].exp(), legal / legal.sum(-1, keepdim=True), msg="uniform")
     title = "adaptation_learner-nearest_hare-random_random-learner-nearest_stag"
     rows, repetitions = table_of(folder / f"{title}.csv"), table_of(folder / f"{title}_repetitions.csv")
-    _, (_, _, episodes) = rollouts[4 * 3 + 1]  # random, frozen, unguarded, learning; the last of four rounds
+    _, (_, _, episodes) = rollouts[3 * 3 + 1]  # random, frozen, learning; the last of four rounds
     for k, key in enumerate(sets):
         done, returns = (episodes[name].unflatten(1, (2, 6, 8))[:, k] for name in ("done", "return"))  # [T, 6, E]
         scores = [float(returns[:, r, :, r % 3][done[:, r]].mean()) for r in range(6)]
@@ -449,7 +638,12 @@ def test_adaptation(folder, capsys, monkeypatch):
         assert float(row["learning mean"]) == pytest.approx(found[f"learning/{key}"])
         assert float(row["frozen normalised"]) == pytest.approx((found[f"frozen/{key}"] - low) / (high - low))
     points = table_of(folder / f"{title}_curve.csv")
-    assert [int(p["steps"]) for p in points][:4] == [8, 16, 24, 32] and len(points) == 5 * 2 * 4
+    assert [int(p["steps"]) for p in points][:4] == [8, 16, 24, 32] and len(points) == 4 * 2 * 4
+    assert all(samples["reward"].shape == (12, 6, 4) for _, samples in imagined), (
+        "whole games, beyond training's 4 steps"
+    )
+    learned = [given[3] for given, _ in updates if (given[3]["real"] == 0).all()]
+    assert len(learned) == 4 and all(torch.equal(x["critic_weight"], x["weight"]) for x in learned), "the critic too"
     said = capsys.readouterr().out
     assert "2 set(s) of co-players x 6 repetitions x 32 steps, 4 rounds" in said and "minutes to go on cpu" in said
 
@@ -579,13 +773,20 @@ def test_a_best_response_is_chosen_by_games_that_do_not_score_it(tmp_path, monke
     ((means, best),) = adapt.best_responses(args, args.run, adapt.co_player_sets(args), 0)
     assert means.tolist() == [[1, 2, 1], [2, 0.5, 0]] and best.tolist() == [[4, 2], [1, 2]]
     assert calls == [(4, 1)] * 2, "without the games that training leaves half played"
+    rates = []
+    args.run.script.train_iteration = lambda state, *_: rates.append(
+        float(state.optimizers["policy"].param_groups[0]["lr"])
+    )
+    calls.clear()
+    list(adapt.best_responses(args, args.run, adapt.co_player_sets(args), 3))
+    assert rates == pytest.approx([1e-3, 7e-4, 4e-4]), "their learning rate falls"
 
 
 def test_a_learner_that_was_alone_sits_in_all_seats(tmp_path):
     """Of seed 1 the only learner stays for ever, of seed 2 it acts at random."""
     path = untrained(tmp_path, seats="learner,mixed,mixed", stays=[True, False])
     words = ["--seats", "learner,waiting,waiting", "--no-references", "--modes", "frozen", "--repetitions", 24]
-    found = call(adapt, path, *FAST, *words, "--steps", 96)
+    found = call(adapt, path, *FAST, *words)
     rows = table_of(tmp_path / "adaptation_learner-waiting-waiting_repetitions.csv")
     earned = {seed: [float(row["frozen"]) for row in rows if row["seed"] == seed] for seed in "12"}
     assert earned["1"] == [0] * 12 and sum(earned["2"]) > 0.5
@@ -593,14 +794,17 @@ def test_a_learner_that_was_alone_sits_in_all_seats(tmp_path):
     assert found["frozen/waiting + waiting"] == pytest.approx(sum(earned["2"]) / 24, rel=1e-5)
 
 
-@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
-def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
-    args, state, loop = adaptation(untrained(tmp_path))
+def test_without_a_world_model_real_games_decide(small, monkeypatch):
+    better = [False, True]
+    args, state, loop = adaptation(small)
     policy, judged, played, learned = state.networks.policy, [], [], []
     before, rollout, update = weights(policy), args.run.script.rollout, args.run.script.ppo_update
 
+    deals = [state.env.state.prey_position.clone()]  # of all three kinds of games: played, practised, held out
+
     def play_games(run, other, each, skip):
         assert other.networks is state.networks and other.env is not state.env
+        deals.append(other.env.state.prey_position.clone())
         assert (other.env.num_envs, each, skip) == (2 * 4, 1, 1)
         judged.append(weights(policy))
         pay = torch.tensor([3.0 if b and len(judged) % 2 else 1.0 for b in better])
@@ -609,6 +813,8 @@ def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
         return {"return": returns.double().numpy()}
 
     def played_out(flags, env, *given):
+        if env is not state.env:
+            deals.append(env.state.prey_position.clone())
         found = rollout(flags, env, *given)
         played.append((env is state.env, weights(policy), found[0].joint[..., 0]))
         return found
@@ -624,6 +830,7 @@ def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
     assert metrics["held-out return"].tolist() == pytest.approx([3.0 if b else 1.0 for b in better])
     assert metrics["held-out return before"].tolist() == pytest.approx([1.0, 1.0])
     assert all(map(equal, judged[::2], learned)) and all(equal(found, before) for found in judged[1::2])
+    assert not any(torch.equal(a[:2], b[:2]) for a, b in itertools.combinations(deals[:3], 2)), "other games"
     acted = [found for own, found, _ in played if own]
     practised = [found for own, found, _ in played if not own]
     assert all(map(equal, practised, [before, *learned])) and len(acted) == len(practised) == 4
@@ -634,10 +841,10 @@ def test_without_a_world_model_real_games_decide(better, tmp_path, monkeypatch):
     assert any((learned[-1][name] != before[name]).any() for name in before)
 
 
-def test_the_guard_counts_the_latest_rounds_most(tmp_path, monkeypatch):
+def test_the_guard_counts_the_latest_rounds_most(small, monkeypatch):
     """By how many standard errors the new weights of two learners earn more, round by round"""
     margins, judged = [[1.3, 5.0], [1.3, -1.5], [1.3, -1.5], [1.3, -1.5]], []
-    _, _, loop = adaptation(untrained(tmp_path))
+    _, _, loop = adaptation(small)
 
     def play_games(*_, **__):
         number, old = divmod(len(judged), 2)
@@ -652,9 +859,11 @@ def test_the_guard_counts_the_latest_rounds_most(tmp_path, monkeypatch):
     assert used == [[False, True], [False, False], [True, False], [True, False]]
 
 
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
+@pytest.mark.parametrize("method", ["ppo-omg", "hop", "hop-ours"])
 def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
-    args, state, loop = adaptation(untrained(tmp_path, method), repetitions=3)
+    """And they begin with what is remembered as if the game that is on had ended"""
+    hop = {"script": hopplus_mcts, "goal_dim": 2, "planner": "none"} if method.startswith("hop") else {}
+    args, state, loop = adaptation(untrained(tmp_path, method, **hop), repetitions=3, subgoal_updates=1)
     judged, play_games = [], adapt.play_games
 
     def watched(run, other, each, skip):
@@ -663,42 +872,72 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         watch(args, "rollout", rollouts)
         found = play_games(run, other, each, skip)
         run.script.rollout = rollout
-        judged.append((begun, [episodes for _, (_, _, episodes) in rollouts]))
+        judged.append((begun, [result for _, result in rollouts]))
         return found
 
     monkeypatch.setattr(adapt, "play_games", watched)
-    rounds = loop()
-    for _ in range(2):
-        _, metrics = next(rounds)
-    begun, episodes = judged[-1]
-    done, returns = (torch.cat([found[name] for found in episodes]) for name in ("done", "return"))
+    _, metrics = next(loop())
+    begun, results = judged[-1]
+    done, returns = (torch.cat([episodes[name] for *_, episodes in results]) for name in ("done", "return"))
     for m in range(3):
         second = [done[:, 4 * m + e].nonzero().flatten()[1] for e in range(4)]
         mean = sum(float(returns[t, 4 * m + e, m]) for e, t in enumerate(second)) / 4
         assert float(metrics["held-out return before"][m]) == pytest.approx(mean), "the second game of each place"
+    assert all(outputs["log_probs"].isfinite().all() for _, outputs, _ in results)
     now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     decay = hopplus_ppo.history_decay(state.args)
-    assert torch.equal(begun, torch.cat([0 * now, decay * (before + now)], 3)), "with what is remembered"
-    assert method == "ppo" or (begun.any() and decay > 0)
+    kept = decay * (before + now)
+    if method == "hop":  # its belief across games: how often each prey was taken
+        kept = before
+    if method == "hop-ours":  # counts of what seems to have been pursued, by Bayes' rule
+        kept = decay * (before + (now.exp() * (1 + before)) / (now.exp() * (1 + before)).sum(3, keepdim=True))
+    torch.testing.assert_close(begun, torch.cat([0 * now, kept], 3))
+    assert now.any() and begun.any() and decay > 0
 
 
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
-def test_without_a_world_model_real_steps_are_learned_from(method, tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path, method), mode="unguarded")
+@pytest.mark.parametrize("judged", ["held-out", "imagined", "own"])
+def test_nothing_is_decided_by_what_is_no_number(judged, run, small, monkeypatch):
+    mode, path = "frozen" if judged == "own" else "learning", run[0] if judged == "imagined" else small
+    args, state, loop = adaptation(path, mode, subgoal_updates=0)
+    script = args.run.script
+    sentence = f"{judged} return is no number in 1 of 2 repetitions"
+    if judged == "held-out":
+        monkeypatch.setattr(
+            adapt, "play_games", lambda *_, **__: {"return": np.array([3 * [[1.0] * 3], 3 * [[math.nan] * 3]])}
+        )
+    elif judged == "imagined":
+        imagine = script.imagine
+
+        def broken(*given):
+            samples = imagine(*given)
+            samples["log_prob"][1, 2, 3] = math.nan
+            return samples
+
+        script.imagine, script.ppo_update = broken, lambda *_: {}
+    else:
+        rows = [p for name, p in state.networks.policy.params.items() if name.startswith("actor")]
+        rows[0].data[1] = math.nan
+        sentence = "checkpoint.pt: probabilities of learner 1 are no numbers in 100.0% of its decisions"
+    with pytest.raises(FloatingPointError, match=sentence):
+        list(loop())
+
+
+def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), mode="unguarded")
     before, seen, played = weights(state.networks.policy), [], []
     watch(args, "ppo_update", seen)
     watch(args, "rollout", played)
     list(loop())
     first = [transitions.joint[:, :, :1] for _, (transitions, *_) in played]  # of the two games at once
     assert all(torch.equal(given[3]["action"], x[:, :, 0, 0]) for (given, _), x in zip(seen, first, strict=True))
-    assert method == "ppo" or torch.equal(state.replay.data.joint, torch.stack(first)), "and so does MOA"
+    assert torch.equal(state.replay.data.joint, torch.stack(first)), "and so does MOA"
     assert not any(torch.equal(p, before[name]) for name, p in state.networks.policy.state_dict().items())
     assert len(seen) == 4 and all((given[3]["real"] == 1).all() and given[3]["real"].shape[1] == 8 for given, _ in seen)
 
 
-@pytest.mark.parametrize("better", [[False, False], [True, True], [False, True]])
-def test_a_learned_moa_is_used_where_it_predicted_better(better, tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"))
+def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
+    better = [False, True]
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), "unguarded")
     moa, script, calls, learned = state.networks.moa, args.run.script, [], []
     before, inference = weights(moa), weights(state.networks.inference)
     losses = script.opponent_model_losses
@@ -726,10 +965,9 @@ def test_a_learned_moa_is_used_where_it_predicted_better(better, tmp_path):
     assert equal(inference, weights(state.networks.inference)), "q_phi wrote the histories: it stays"
 
 
-@pytest.mark.parametrize(("mode", "better"), [
-    ("learning", [False, False]), ("learning", [True, True]), ("learning", [False, True]), ("unguarded", [False, True]),
-])  # fmt: skip
-def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, better, run):
+@pytest.mark.parametrize("mode", ["learning", "unguarded"])
+def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, run):
+    better = [False, True]
     args, state, loop = adaptation(run[0], mode, subgoal_updates=0)
     policy, script, judged, learned, started = state.networks.policy, args.run.script, [], [], []
     before, imagine, update = weights(policy), script.imagine, script.ppo_update
@@ -756,11 +994,11 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, bette
     policy_is_judged = [False]
     script.imagine, script.ppo_update = imagined, updated
     rounds = loop()
-    for _ in range(4):
+    for _ in range(2):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
         _, metrics = next(rounds)
     used = [True, True] if mode == "unguarded" else better
-    assert metrics["policy changed"].tolist() == used and len(judged) == 8 and len(learned) == 4
+    assert metrics["policy changed"].tolist() == used and len(judged) == 4 and len(learned) == 2
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
     assert all(map(equal, started, [before, *learned])), "learning goes on, used or not"
     for name, p in policy.state_dict().items():
@@ -781,7 +1019,7 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
     assert decay > 0 and now.any() and before.any()
-    kept = hopplus_ppo.Replay(flags.replay_rollouts, 1, torch.device("cpu"))
+    kept = hopplus_ppo.Replay(flags.replay_rollouts, torch.device("cpu"))
     kept.load_state_dict(args.run.checkpoint["states"][0]["replay"])
     for m in range(6):
         own = kept.data.board[:, m][kept.data.time[:, m] == 0]
@@ -791,13 +1029,13 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
 
 def test_the_horizon_is_measured_on_all_games_together(run):
     args, state, _ = adaptation(run[0], repetitions=6)
-    for _ in range(200):  # until some learners' games end on the way
+    for _ in range(200):  # until a game ends on the way, not only for a learner that has left
         transitions, _, _ = evaluate.play(args.run, state, 8)
         transitions = hopplus_ppo.Transitions(*(x[:, :, :1] for x in transitions))
         on_board = transitions.board[:, :6, 0, 0].flatten(2).any(2)
         over = torch.cat([torch.zeros(6, 1, dtype=torch.bool), transitions.done[:, :5, 0]], 1)
         steps = (on_board & (over.cumsum(1) == 0)).int().cumprod(1).sum(1)
-        if 2 <= steps.min() < 6:
+        if 2 <= steps.min() < 6 and (on_board.int().cumprod(1).sum(1) > steps).any():
             break
     predict, config = functools.partial(state.networks.world, method="predict"), state.env.config
     payoffs = list(config.payoffs())
@@ -807,7 +1045,7 @@ def test_the_horizon_is_measured_on_all_games_together(run):
         for k in range(6):
             if not transitions.board[m, k, 0, 0].any():
                 break
-            board, reward, *_ = predict(board, transitions.joint[:, k])
+            board, reward = predict(board, transitions.joint[:, k], transitions.seat[:, k])
             nearest = [
                 min(payoffs, key=lambda p, x=float(x): abs(p - x)) for x in (reward[m, 0], transitions.reward[m, k, 0])
             ]
@@ -823,38 +1061,29 @@ def test_the_horizon_is_measured_on_all_games_together(run):
         expected = next((k for k in range(6) if shares[k] < trust), 6)
         assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [expected] * 6
     assert 0 < sum(right) < sum(seen)
-    # Games that are over say nothing: of five learners the model knows all, of the sixth nothing after the first step.
-    known = torch.ones(6, 6)
-    known[lengths.index(min(lengths)), 1:] = 0
-    known *= torch.tensor([[float(k < games) for k in range(6)] for games in lengths])
+    # Games that are over say nothing. The model knows all; but of the shortest nothing after the first step.
+    known = torch.tensor([[float(k < games) for k in range(6)] for games in lengths])
     metrics = {f"wm/{kind}_match/{k + 1}": known[:, k] for kind in ("exact", "payoff") for k in range(6)}
     args.run.script.measure_horizon = lambda *_: (state.horizon, metrics)
-    assert 2 <= min(lengths) < 6
+    assert 2 <= min(lengths) < 6 and lengths == steps.tolist()
+    state.args.trust_exact_match = 1.0
+    assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [6] * 6
+    known[lengths.index(min(lengths)), 1:] = 0
     for trust, expected in ((1.0, 1), (0.9, 1), (0.5, 6)):
         state.args.trust_exact_match = trust
         assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [expected] * 6
 
 
-@pytest.mark.parametrize("mode", ["search", "both"])
-def test_searching_while_adapting(mode, run, tmp_path):
-    words = [
-        *FAST,
-        "--repetitions",
-        3,
-        "--seats",
-        "learner,random,nearest_hare",
-        "--no-references",
-        "--modes",
-        "frozen",
-        mode,
-    ]
+def test_searching_while_adapting(run, tmp_path):
+    words = [*FAST, "--repetitions", 2, "--games-at-once", 2, "--seats", "learner,random,nearest_hare"]
+    words += ["--no-references", "--modes", "frozen", "both"]
     shutil.copy(run[0] / "checkpoint.pt", tmp_path)
-    planner = ["--", "--planner", "mcts", "--num-simulations", 2]
+    planner = ["--", "--planner", "mcts", "--num-simulations", 1, "--num-trees", 1]
     args = read(adapt, tmp_path / "checkpoint.pt", "--script", ROOT / "hopplus_mcts.py", *words, *planner)
     states = []
     watch(args, "make_train_state", states)
     found = adapt.main(args)
-    assert list(found) == ["frozen/random + nearest_hare", f"{mode}/random + nearest_hare"]
+    assert list(found) == [f"{mode}/random + nearest_hare" for mode in ("frozen", "both")]
     assert [state.args.planner for _, state in states] == ["none", "mcts"]
 
 
@@ -871,12 +1100,12 @@ def matrix_of(folder):
 def test_the_row_is_who_plays_and_the_column_is_among_whom(tmp_path):
     """Only the learner of seat 2 of the first seed ever moves: it scores among anybody, and nobody else does."""
     path = untrained(tmp_path, num_seeds=3, seed=5, stays=[True, True, False] + [True] * 6)
-    found = call(cross_play, path, "--games", 1152)
+    found = call(cross_play, path, "--games", 576)
     matrix, names = matrix_of(tmp_path)
     expected, error = alone_among_stayers(2)
     assert names == ["5", "6", "7"] and (matrix[1:] == 0).all(), "its team's returns are not its partner's"
     assert (
-        np.abs(matrix[0] - expected / 3).max() < 5 * error * math.sqrt(4000 / 384) / 3
+        np.abs(matrix[0] - expected / 3).max() < 5 * error * math.sqrt(4000 / 192) / 3
     )  # it sits in one seat of three
     assert found["own team"] == pytest.approx(matrix[0, 0] / 3) and (tmp_path / "cross_play.png").stat().st_size > 1000
     assert found["other teams"] == pytest.approx(matrix[0, 1:].sum() / 6)
@@ -938,12 +1167,17 @@ def test_the_probe_of_subgoals(run, tmp_path):
         expected.append((sum(caught), int(transitions.time[m, t, e]), e))
     assert sorted(expected) == sorted(zip(found.tolist(), clock.tolist(), place.tolist(), strict=True)) and expected
     assert goals.shape == (len(expected), outputs["goals"].shape[3] // 2)
-    scores = subgoals.main(args)
-    assert 0 <= scores["probe_accuracy"] <= 1 and 1 / 3 <= scores["majority"] <= 1
+    noise, label = torch.randn(600, 150, generator=generator), torch.arange(600) % 3
+    place = torch.randint(8, (600,), generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subgoals, "collect", lambda *_: (noise, label, torch.zeros(600), place))
+        scores = subgoals.main(args)
+    assert 0.2 < scores["probe_accuracy"] < 0.45, "what says nothing is not read off games that the probe was fitted to"
     folder = args.run.path.parent
     assert (folder / "subgoals_learner-learner-learner.png").stat().st_size > 5000
     rows = list(csv.reader((folder / "subgoals_learner-learner-learner.csv").open()))
-    assert rows[0] == ["step", "accuracy", "samples"] and len(rows) > 2
+    assert rows[0] == ["step", "accuracy", "samples"] and float(rows[1][1]) == pytest.approx(scores["probe_accuracy"])
+    assert int(rows[1][2]) == (place % 2).sum()
 
 
 def test_what_follows_and_what_could_be_known(run, monkeypatch):
@@ -979,6 +1213,31 @@ def test_what_follows_and_what_could_be_known(run, monkeypatch):
         ]
         assert int(taken[0, e, k]) == sum(caught)
 
-    scores = subgoals.main(args)
-    for name in ("probe", "hit ratio"):
-        assert 0 <= scores[name] <= scores[f"{name}, ceiling"] + 0.1 <= 1.1
+
+def test_ceilings_name_what_comes_most_often_in_games_with_drawn_players(run, monkeypatch):
+    """Two places, three copies each, one of two co-players gone; the prey and the cell are those of most copies."""
+    args = subgoals.parse_args([str(run[0]), "--games", "2", "--copies", "3", "--device", "cpu"])
+    table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": "learner,mixed,nearest_hare"}
+    made = {n: evaluate.make_state(args.run, [table], [1], [0], num_envs=n, **changes) for n in (2, 6)}
+    present = torch.tensor([[[True, True], [True, False]]])  # [M, E, K]
+    taken = torch.tensor([[[1, 2], [0, 2]]])
+    drawn = torch.tensor([[[1, 1], [2, 2], [1, 1], [2, 0], [0, 0], [0, 0]]])  # most often: (1, 1), (0, 0)
+    cells = [[3, 5], [3, 6], [4, 6], [7, 1], [8, 1], [8, 1]]  # most often: (3, 6), (8, 1)
+    drawn_later = F.one_hot(torch.tensor([cells]), 12) > 0
+    later = F.one_hot(torch.tensor([[[3, 5], [8, 1]]]), 12) > 0
+    goals = torch.randn(1, 2, 2, 5, generator=torch.Generator().manual_seed(1))
+    planes = made[2].networks.prior(goals.flatten(1, 2), method="reconstruct").view(2, 2, -1, 12)
+    later[0, 0, 0, planes[0, 0, 0].argmax()] = True  # where f_psi puts it, as it sees itself
+
+    def rest_of_game(run, state):
+        if state is made[6]:
+            return None, None, drawn, drawn_later
+        return present, goals, taken, later
+
+    monkeypatch.setattr(subgoals, "rest_of_game", rest_of_game)
+    found = subgoals.ceilings(args, made[2], table, made.get, lambda goals: torch.full((len(goals),), 2))
+    assert found["probe"] == pytest.approx(1 / 3)  # of (1, 2), (0)
+    assert found["probe, ceiling"] == pytest.approx(2 / 3)
+    assert found["hit ratio, ceiling"] == pytest.approx(2 / 3)
+    shown = [bool(later[0, e, k, planes[e, k, 0].argmax()]) for e, k in ((0, 0), (0, 1), (1, 0))]
+    assert shown[0] and found["hit ratio"] == pytest.approx(sum(shown) / 3)

@@ -5,6 +5,10 @@ import dataclasses
 import functools
 import itertools
 
+import hopplus_ppo as hop
+import pretrain_world_model as wm
+from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
+
 import numpy as np
 import pytest
 import torch
@@ -26,14 +30,11 @@ from tiny_hopplus import (
     play,
     read_inputs,
     recorded,
+    train,
     views,
     watch_networks,
 )
 from torch import nn
-
-import hopplus_ppo as hop
-import pretrain_world_model as wm
-from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks side by side
@@ -79,10 +80,10 @@ def network_cases():
         "event": (inference, (belief.features, joint), "event"),
         "posterior": (inference, (belief.features, history), "forward"),
         "moa": (moa, (*belief_inputs, clock, noise, belief.legal), "forward"),
-        "world": (world, (board, steps.joint), "predict"),
-        "world's loss": (world, (board, steps.joint, steps.next_board, steps.reward), "loss"),
-        "pixel": (pixel, (board, steps.joint), "predict"),
-        "pixel's loss": (pixel, (board, steps.joint, steps.next_board, steps.reward), "loss"),
+        "world": (world, (board, steps.joint, steps.seat), "predict"),
+        "world's loss": (world, (board, steps.joint, steps.seat, steps.next_board, steps.reward), "loss"),
+        "pixel": (pixel, (board, steps.joint, steps.seat), "predict"),
+        "pixel's loss": (pixel, (board, steps.joint, steps.seat, steps.next_board, steps.reward), "loss"),
         "convolutions": (Convolutions, (board,), "forward"),
     }
 
@@ -187,12 +188,13 @@ def test_a_predicted_board_is_a_board(config):
     """Nobody jumps, splits, fades or walks into a wall, and every reward is a payoff."""
     env, generator = StagHuntEnv(config, 100, seed=2), seeded(3)
     n, world, moved = config.num_players, wild_world(config), 0
+    seat = torch.zeros(100, dtype=torch.int64)
     for _ in range(4):
         board = env.observe(env.state)[:, 0]
         joint = torch.randint(7, (100, n), generator=generator)
         with torch.no_grad():
-            after, reward = (x[0] for x in world(board[None], joint[None], method="predict"))
-            probs = world(board[None], joint[None], method="expected_planes")[0]
+            after, reward = (x[0] for x in world(board[None], joint[None], seat[None], method="predict"))
+            probs = world(board[None], joint[None], seat[None], method="expected_planes")[0]
         players, new_players = board[:, :n].flatten(2), after[:, :n].flatten(2)
         here, there = players.sum(2), new_players.sum(2)
         prey = board[:, n + 1 :].flatten(2).amax(1)
@@ -220,16 +222,17 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
     state = State(*(x[alone] for x in env.state))
     board = env.observe(state)[:, 0]
     joint = torch.randint(7, (len(board), 3), generator=generator)
+    seat = torch.zeros(len(board), dtype=torch.int64)
     better = 0
     with torch.no_grad():
-        likely, reward = (x[0] for x in world(board[None], joint[None], method="predict"))
-        best = world(*(x[None] for x in (board, joint, likely, reward)), method="loss")[0]
+        likely, reward = (x[0] for x in world(board[None], joint[None], seat[None], method="predict"))
+        best = world(*(x[None] for x in (board, joint, seat, likely, reward)), method="loss")[0]
         for _ in range(20):
             actions = torch.randint(7, (len(board), 3), generator=generator)
             paid = torch.tensor(payoffs)[torch.randint(len(payoffs), (len(board),), generator=generator)]
             other = env.observe(env.transition(state, actions)[0])[:, 0]
             for next_board, payoff in ((other, reward), (likely, paid), (other, paid)):
-                loss = world(*(x[None] for x in (board, joint, next_board, payoff)), method="loss")[0]
+                loss = world(*(x[None] for x in (board, joint, seat, next_board, payoff)), method="loss")[0]
                 assert (loss >= best - 1e-3).all()
                 better += int((loss > best + 0.1).sum())
     assert better > 5000 and (likely[:, 4:] < board[:, 4:]).any() and (likely[:, :3] != board[:, :3]).any()
@@ -242,7 +245,7 @@ def test_two_hunters_differ_from_one():
     board[0, [0, 1, 2, 4], 0, 0] = 1  # all three on a stag
 
     def outputs(board, *joint):
-        outcome, taken, payoff = world(board[None], torch.tensor(joint).view(1, 1, 3))
+        outcome, taken, payoff = world(board[None], torch.tensor(joint).view(1, 1, 3), torch.zeros(1, 1))
         return torch.cat([outcome[0, 0, 0], taken[0, 0, :1], payoff[0, 0]])  # of the observer
 
     found = [outputs(board, *joint) for joint in [(5, 4, 4), (5, 5, 4), (5, 5, 5), (4, 5, 5), (4, 4, 5)]]
@@ -289,7 +292,7 @@ def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
             assert w.joint[m, t, row].tolist() == actions[b, ego].tolist()
             assert w.reward[m, t, row] == reward[b, i] and w.done[m, t, row] == done[b]
             assert w.time[m, t, row] == before.time[b] and w.first_hunt[m, t, row] == before.first_hunt[b]
-            assert w.prey_position[m, t, row].tolist() == before.prey_position[b].tolist()
+            assert w.prey_position[m, t, row].tolist() == before.prey_position[b].tolist() and w.seat[m, t, row] == i
             last = [STAY] * 3 if before.time[b] == 0 else previous[b, ego].tolist()
             assert w.last_joint[m, t, row].tolist() == last
             assert torch.equal(out["legal"][m, t, row], legal[b, i])
@@ -302,6 +305,15 @@ def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
         assert torch.equal(found[name], expected.to(found[name].dtype)), name
     torch.testing.assert_close(found["clock"], w.time / 6)
     assert (out["goals"] != 0).any(3).float().mean() > 0.95  # a tiny network may be silent about some boards
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+def test_the_last_value_is_that_of_the_state_after_the_rollout(method):
+    """From which the next rollout begins"""
+    state = make_state(method, num_envs=8)
+    first, second = (play(state, 5)[1]["value"] for _ in range(2))
+    torch.testing.assert_close(first[:, 5], second[:, 0])
+    assert (first[:, 5] - first[:, 4]).abs().mean() > 0.01
 
 
 @pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
@@ -566,13 +578,16 @@ def test_evidence_is_read_in_units_of_its_noise():
 def test_some_histories_are_reset_after_a_game_and_only_then():
     """Else a policy never meets strangers in training, and plays badly with them."""
     state, ends, resets = make_state("ppo-omg", num_envs=64, history_reset_prob=0.25), 0, 0
+    apart = 0
     for _ in range(14):
         steps = one_step(play(state, 1)[0], 0)
         reset, history = steps.history_reset, state.rollout_state["history"]
         assert not (reset & ~steps.done).any() and (history[reset] == 0).all()
         assert (history[steps.done & ~reset] != 0).any(2).all()
         ends, resets = ends + int(steps.done.sum()), resets + int(reset.sum())
+        apart += int((reset[0] != reset[1]).sum())
     assert 0.15 < resets / ends < 0.35 and ends > 200
+    assert apart > 10, "learners of one game forget apart"
 
 
 def test_nothing_is_remembered_of_players_who_are_drawn_anew():
@@ -707,7 +722,7 @@ def test_hindsight_looks_into_the_next_rollout():
 @pytest.mark.parametrize("pushed", [1, 2, 3, 5])
 def test_windows_of_two_rollouts_are_one_after_the_other(pushed):
     """Where none follows yet, nothing that comes there belongs to the same game"""
-    replay = hop.Replay(3, 3, CPU)
+    replay = hop.Replay(3, CPU)
     for rollout in numbered(pushed):
         replay.push(rollout)
     windows = replay.sample(200, 2)
@@ -894,6 +909,69 @@ def test_hindsight_is_what_moa_reads_in_a_share_of_its_training(monkeypatch):
         assert (p == 7).all() and q.requires_grad and not p.requires_grad, "KL(q_phi || f_psi(s^g)), f_psi stays"
 
 
+def mean_over_games(w, values):
+    """values [M, T, G, K] of steps -> [M], in plain Python: over the steps with the co-player on the board, then
+    over its games"""
+    found = []
+    for m in range(len(values)):
+        means = []
+        for e, k in np.ndindex(values.shape[2:]):
+            steps = []
+            for t in range(values.shape[1]):
+                if w.board[m, t, e, 1 + k].any():
+                    steps.append(float(values[m, t, e, k]))
+                if steps and (w.done[m, t, e] or t == values.shape[1] - 1):
+                    means.append(np.mean(steps))
+                    steps = []
+        found.append(np.mean(means))
+    return found
+
+
+def test_reconstruction_and_divergence_are_those_of_steps_with_the_co_player(monkeypatch):
+    """Each against a plain sum: s_t as the co-player sees it; f_psi of the last state before it left"""
+    monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
+    state = make_state("ppo-omg", num_envs=16)
+    networks = state.networks
+    w, _, _ = play(state, 14)
+    losses = model_losses(state, w, subgoal_selection="final")
+    recon, kl = torch.zeros(2, 3, 14, 16, 2)
+    with torch.no_grad():
+        *_, histories, _ = hop.encode_history(state.args, state.env, networks, w, w.history[:, 0].float())
+        steps = [one_step(w, t) for t in range(14)]
+        beliefs = [infer(state, x, histories[:, t]) for t, x in enumerate(steps)]
+        prior = torch.stack([networks.prior(x.entities, x.walls).unflatten(1, (16, 2)) for x in beliefs], 1)
+        for t, belief in enumerate(beliefs):
+            goal = hop.goal_mean("continuous", belief.params)
+            logits = networks.inference(goal, histories[:, t].flatten(1, 2), method="reconstruct")
+            board = w.board[:, t]
+            in_own_order = [board[:, :, [1, 2, 0, 3, 4, 5]], board[:, :, [2, 0, 1, 3, 4, 5]]]
+            target = torch.stack(in_own_order, 2).flatten(1, 2).flatten(2).float()
+            error = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
+            recon[:, t] = error.mean(2).unflatten(1, (16, 2))
+            final = torch.zeros_like(prior[:, 0])
+            for m, e, k in np.ndindex(3, 16, 2):
+                last = t
+                while last < 13 and not w.done[m, last, e] and w.board[m, last + 1, e, 1 + k].any():
+                    last += 1
+                final[m, e, k] = prior[m, last, e, k]
+            kl[:, t] = hop.goal_kl("continuous", belief.params.unflatten(1, (16, 2)), final)
+    assert losses["recon"].tolist() == pytest.approx(mean_over_games(w, recon), rel=1e-4)
+    assert losses["kl"].tolist() == pytest.approx(mean_over_games(w, kl), rel=1e-4)
+    losses["recon"].sum().backward()
+    grads = [p.grad for p in networks.inference.parameters()]
+    assert all(grad is not None and grad.any() for grad in grads), "what is inferred is what reconstructs"
+
+
+def test_in_pretraining_a_second_moa_reads_what_f_psi_says_of_the_present(monkeypatch):
+    monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
+    state = make_state("ppo-omg", num_envs=16)
+    w, _, _ = play(state, 14)
+    (moa_prior,) = watch_networks(state, "moa_prior")
+    hop.opponent_model_losses(state.args, state.env, state.networks, w, 0.0, pretraining=True)
+    ((_, (entities, walls, _, goals, _)),) = moa_prior.given
+    torch.testing.assert_close(goals, hop.goal_mean("continuous", state.networks.prior(entities, walls)))
+
+
 @pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
 def test_in_pretraining_f_psi_is_kept_near_a_standard_normal(goal_kind):
     """Where f_psi says the same of every state, its KL is known; in training there is none."""
@@ -948,9 +1026,9 @@ def test_both_models_learn_from_their_share_of_rule_based_games(ratio):
     for _ in range(state.args.replay_rollouts):
         state.offline.replay.push(marked)
     moa, world = watch_networks(state, "moa", "world")
-    hop.train_iteration(state, True, True)
+    train(state)
     clocks = [inputs[2] for _, inputs in moa.given]
-    rewards = [inputs[3] for method, inputs in world.given if method == "loss"]
+    rewards = [inputs[4] for method, inputs in world.given if method == "loss"]
     assert len(clocks) == state.args.subgoal_updates and len(rewards) == state.args.wm_updates
     for clock, reward in zip(clocks, rewards, strict=True):
         assert (clock > 10).float().mean(1).tolist() == [ratio] * 3
@@ -961,7 +1039,7 @@ def test_every_learner_trains_on_what_it_saw_and_nobody_is_left_out():
     """One iteration changes all networks of all learners; what one of them saw changes only its own."""
     results = []
     for changed in (False, True):
-        state = make_state(num_seeds=2, wm_ensemble=2, offline_ratio=0.0)
+        state = make_state(num_seeds=2, offline_ratio=0.0)
         before = copy.deepcopy(state.state_dict())["networks"]
         push = state.replay.push
 
@@ -973,18 +1051,17 @@ def test_every_learner_trains_on_what_it_saw_and_nobody_is_left_out():
         state.replay.push = push_changed
         hop.train_iteration(state, True, True)
         results.append(copy.deepcopy(state.state_dict())["networks"])
-        for name, members in (("policy", 1), ("inference", 1), ("moa", 1), ("world", 2)):
+        for name in ("policy", "inference", "moa", "world"):
             pairs = zip(results[-1][name].values(), before[name].values(), strict=True)
             moved = torch.stack([(new != old).flatten(1).any(1) for new, old in pairs])  # [parameter, learner]
-            assert moved.shape[1] == 6 * members and moved.any(0).all(), name
+            assert moved.shape[1] == 6 and moved.any(0).all(), name
         assert same_tree(results[-1]["prior"], before["prior"]), "f_psi is frozen"
     others = [0, 1, 3, 4, 5]
     for name in ("inference", "moa", "policy"):
         for x, y in zip(results[0][name].values(), results[1][name].values(), strict=True):
             assert torch.equal(x[others], y[others]), name
     for name in ("moa", "world"):
-        members = slice(4, 6) if name == "world" else slice(2, 3)
-        assert not same_tree(*({k: x[members] for k, x in result[name].items()} for result in results)), name
+        assert not same_tree(*({k: x[2] for k, x in result[name].items()} for result in results)), name
 
 
 def numbered(rollouts=1, m=3, steps=8, games=4, first=0):
@@ -1000,38 +1077,37 @@ def numbered(rollouts=1, m=3, steps=8, games=4, first=0):
 
 
 def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
-    replay = hop.Replay(2, 3, CPU)
+    replay = hop.Replay(2, CPU)
     for count, rollout in enumerate(numbered(5), 1):
         replay.push(rollout)
         torch.manual_seed(1)
-        for members in (1, 2):
-            found = replay.sample(400, False, members).reward
-            assert found.shape == (3 * members, 400)
-            for row, values in enumerate(found.int().tolist()):
-                assert {v // 100 % 10 for v in values} == {row // members}
-                assert {v // 1000 for v in values} == set(range(max(0, count - 2), count))
-                assert {v % 100 for v in values} == {10 * t + e for t in range(8) for e in range(4)}
+        found = replay.sample(400, 0).reward
+        assert found.shape == (3, 400)
+        assert len((found % 100).unique(dim=0)) == len(found), "each draws for itself"
+        for row, values in enumerate(found.int().tolist()):
+            assert {v // 100 % 10 for v in values} == {row}
+            assert {v // 1000 for v in values} == set(range(max(0, count - 2), count))
+            assert {v % 100 for v in values} == {10 * t + e for t in range(8) for e in range(4)}
         windows = replay.sample(50, True).reward.int()
         assert windows.shape == (3, 8, 50)
         assert (windows[:, :, :] - windows[:, :1] == 10 * torch.arange(8).view(1, 8, 1)).all()
         assert (windows // 100 % 10 == torch.arange(3).view(3, 1, 1)).all() and len(windows[0, 0].unique()) > 3
-    shared = hop.Replay(2, 6, CPU)  # two learners for each of three seeds
-    shared.push(rollout)
-    assert (shared.sample(50, True).reward.int() // 100 % 10 == torch.arange(6).view(6, 1, 1) // 2).all()
-    assert (shared.sample(50, False, 2).reward.int() // 100 % 10 == torch.arange(12).view(12, 1) // 4).all()
-    again = hop.Replay(2, 3, CPU)
+    again = hop.Replay(2, CPU)
     again.load_state_dict(replay.state_dict())
     assert same_tree(again.state_dict(), replay.state_dict()) and same_tree(again.data._asdict(), replay.data._asdict())
 
 
-@pytest.mark.parametrize(("ratio", "old"), [(0.0, 0), (0.25, 10), (1.0, 40)])
-def test_rule_based_games_make_up_their_share(ratio, old):
-    replay, offline = hop.Replay(2, 3, CPU), hop.Replay(2, 3, CPU)
+@pytest.mark.parametrize(
+    ("ratio", "count", "old"), [(0.0, 40, 0), (0.25, 40, 10), (1.0, 40, 40), (0.05, 8, 1), (0.5, 2, 1), (0.99, 8, 7)]
+)
+def test_rule_based_games_make_up_their_share(ratio, count, old):
+    """And where both kinds are asked for, both come"""
+    replay, offline = hop.Replay(2, CPU), hop.Replay(2, CPU)
     replay.push(numbered()[0])
     offline.push(numbered(first=7)[0])
     for window, dim in ((False, 1), (True, 2)):
-        found = hop.sample_replays(replay, offline, ratio, 40, window).reward
-        assert found.shape[dim] == 40 and ((found >= 7000).sum(dim) == old).all()
+        found = hop.sample_replays(replay, offline, ratio, count, window).reward
+        assert found.shape[dim] == count and ((found >= 7000).sum(dim) == old).all()
     assert (hop.sample_replays(replay, None, ratio, 40, False).reward < 7000).all()
 
 
@@ -1039,3 +1115,16 @@ def test_a_history_has_room_for_its_count():
     with pytest.raises(ValueError, match="--subgoal-hidden must be 2 or more"):
         hop.validate(make_args(subgoal_hidden=1))
     hop.validate(make_args(subgoals="none", imagination=False, subgoal_hidden=1))  # there is none
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(3, 1), (8, 1), (12, 1), (20, 2)])
+def test_moa_is_measured_on_every_eighth_step(steps, measured):
+    state = make_state("ppo-omg")
+    transitions, _, episodes = play(state, steps)
+    assert len(episodes["probs"]) == len(episodes["posterior_probs"]) == measured
+    found = hop.moa_metrics(state.args, state.env, state.seats, state.networks, transitions, episodes)
+    action = transitions.joint[:, min(steps, 8) - 1 :: 8, :, 1:]
+    present = transitions.board[:, min(steps, 8) - 1 :: 8, :, 1:3].flatten(4).amax(4)
+    assert found["moa/confusion"].sum((1, 2)).tolist() == pytest.approx(present.sum((1, 2, 3)).tolist())
+    counts = torch.stack([((action == a) * present).sum((1, 2, 3)) for a in range(7)], 1)
+    torch.testing.assert_close(found["moa/confusion"].sum(2), counts.float())

@@ -9,15 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chromium
-import numpy as np
-import pytest
-import torch
-
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
 from stag_hunt_env import HUNT_STAG, StagHuntConfig
+
+import chromium
+import numpy as np
+import pytest
+import torch
 
 sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
 import evaluate
@@ -31,7 +31,7 @@ TINY = {
 }
 MIXED = {"seats": "mixed,learner,mixed", "redraw": "never", "population": "nearest_stag,nearest_hare"}
 CASES = {  # script, method, flags
-    "hopplus": (hopplus_ppo, "hopplus", {"wm_ensemble": 2}),
+    "hopplus": (hopplus_ppo, "hopplus", {}),
     "shared": (hopplus_ppo, "hopplus", {"share_parameters": True}),
     "ppo": (hopplus_ppo, "ppo", {}),
     "partners": (hopplus_ppo, "ppo-omg", MIXED),
@@ -41,9 +41,8 @@ CASES = {  # script, method, flags
     "none": (hopplus_ppo, "hopplus", {"subgoals": "none"}),
     "posterior": (hopplus_ppo, "ppo", {**MIXED, "subgoals": "posterior", "inter_episode_belief": True}),
     "oracle": (hopplus_ppo, "hopplus", {**MIXED, "subgoals": "oracle"}),
-    "search": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 4, "num_trees": 2}),
-    "gumbel": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 4, "root": "gumbel", "search_model": "env"}),
-    "hop": (hopplus_mcts, "hop", {"num_simulations": 4, "num_trees": 2, "goal_dim": 2}),
+    "search": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 3, "num_trees": 2}),
+    "hop": (hopplus_mcts, "hop", {"num_simulations": 2, "num_trees": 2, "goal_dim": 2}),
 }
 
 
@@ -184,7 +183,7 @@ def close(shown, expected):
     assert (torch.as_tensor(shown) - torch.as_tensor(expected)).abs().max() < 1e-4, (shown, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "new partners"])
 @torch.no_grad()
 def test_the_numbers_are_the_script_s(case, load, look):
     run, data, places, n = load(case), look(case), 2, CONFIG.num_players
@@ -377,6 +376,58 @@ def test_the_probe_finds_what_is_there(load, monkeypatch):
     assert accuracy[0] > 0.95 and accuracy[1] < accuracy[0] - 0.15, accuracy
 
 
+def test_the_probe_learns_from_other_games_that_ended(load, monkeypatch):
+    """What was not taken yet is not nothing; and a probe is not shown beside games that it was fitted to"""
+    monkeypatch.setattr(inspector, "PROBE_STEPS", 10)
+    run, prey_taken, probes = load("hopplus"), inspector.prey_taken, []
+    play, dealt = inspector.play, []
+    monkeypatch.setattr(
+        inspector,
+        "play",
+        lambda run, state, steps: dealt.append(game.copy_state(state.env.state)) or play(run, state, steps),
+    )
+    for shift in (0, 1):
+
+        def labels(transitions, shift=shift):
+            taken, finished, number = prey_taken(transitions)
+            assert 0.2 < finished.float().mean() < 0.9
+            return torch.where(finished[..., None], taken, (taken + shift) % 3), finished, number
+
+        monkeypatch.setattr(inspector, "prey_taken", labels)
+        probes.append(inspector.fit_probe(run, ["learner"] * 3, 3))
+    assert torch.equal(*probes) and probes[0].abs().max() > 0.01
+    shown = inspector.seat_learners(run, ["learner"] * 3, 3, num_envs=2).env.state
+    assert not torch.equal(dealt[0].prey_position[:2], shown.prey_position)
+
+
+def test_time_goes_on_as_the_models_are_rolled_forward(load, monkeypatch):
+    run = load("discrete")
+    clocks = {"evaluate_policy": [], "predict_actions": []}
+
+    def watched(name, place):
+        own = getattr(run.script, name)
+
+        def watch(*given):
+            clocks[name].append(given[place])
+            return own(*given)
+
+        return watch
+
+    rollout = inspector.look_ahead
+
+    def look_ahead(*given):
+        monkeypatch.setattr(run.script, "evaluate_policy", watched("evaluate_policy", 3))
+        monkeypatch.setattr(run.script, "predict_actions", watched("predict_actions", 3))
+        return rollout(*given)
+
+    monkeypatch.setattr(inspector, "look_ahead", look_ahead)
+    inspector.inspect_run(run, None, games=1, places=1, steps_ahead=3, samples=2, seed=5)
+    for seen in clocks.values():
+        assert len(seen) == 3 and torch.equal(seen[0], (seen[0] * CONFIG.final_time).round() / CONFIG.final_time)
+        for ahead, clock in enumerate(seen):
+            torch.testing.assert_close(clock, seen[0] + ahead / CONFIG.final_time)
+
+
 def test_an_edited_copy(tmp_path):
     path = checkpoint(tmp_path, hopplus_ppo, "hopplus")
     copy = tmp_path / "my_copy.py"
@@ -434,15 +485,14 @@ def data_of(page: Path):
 
 def test_the_command_line(tmp_path):
     """Run by its path, from its own folder too, where Python finds it instead of the standard library's module"""
-    path = checkpoint(tmp_path, hopplus_mcts, "hopplus-mcts", num_simulations=2)
+    path = checkpoint(tmp_path, hopplus_mcts, "ppo", num_simulations=2)
     words = [path, "--games", 1, "--samples", 2, "--device", "cpu", "--seats", "learner,random,learner"]
-    done = command(
-        "inspect.py", *words, "--out", tmp_path / "page.html", "--", "--planner", "none", cwd=ROOT / "evaluation"
-    )
+    words += ["--out", tmp_path / "page.html", "--", "--gamma", 0.5]
+    done = command("inspect.py", *words, cwd=ROOT / "evaluation")
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "page.html") in done.stdout
     data = data_of(tmp_path / "page.html")
-    assert data["seats"] == ["learner", "random", "learner"] and data["search"] is None and len(data["games"]) == 1
+    assert data["seats"] == ["learner", "random", "learner"] and data["gamma"] == 0.5 and len(data["games"]) == 1
 
 
 def test_inspect_is_the_standard_library_s():
@@ -455,9 +505,10 @@ def test_inspect_is_the_standard_library_s():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seats", "random,random,random"], "no learner to look into"),
-        (["--seats", "learner,learner"], "2 seats are named, but the game has 3 players"),
-        (["--out", "nowhere/page.html"], "there is no folder nowhere"),
+        (["--seats", "random,random,random"], "--seats random,random,random: there is no learner"),
+        (["--seats", "learner,learner"], "--seats"),
+        (["--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere"),
+        (["--out", "/"], "/ cannot be written: Is a directory"),
         (["--games", "0"], "--games must be >= 1, not 0"),
     ],
 )
@@ -638,7 +689,7 @@ def test_a_browser_shows_it(browser, load, tmp_path):
     ("case", "said"),
     [
         ("ppo", "no belief about goals (subgoals: none)|no model of the others' actions|without search"),
-        ("search", "2 trees, 4 simulations each|depth"),
+        ("search", "2 trees, 3 simulations each|depth"),
         ("posterior", "exact Bayes posterior|no model of the others' actions to roll forward"),
         ("partners", "MOA and the game's own rules"),
         ("hop", "Bayes' rule|carries over stag"),

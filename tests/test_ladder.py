@@ -2,28 +2,30 @@
 
 import csv
 import dataclasses
+from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
+import hopplus_mcts as mcts
 import hopplus_ppo as hop
 import stag_hunt_env as game
 from benchmarks import experiments, scripted
 from benchmarks.baselines import ppo_gru
 from evaluation import partners
 
+import numpy as np
+import pytest
+import torch
+
 SMALL = game.StagHuntConfig(num_stags=2, final_time=5)
 
 
 def test_scripted_hunters_earn_more_the_more_they_know():
-    args = scripted.Args(places=600, games=10, redraw="game", device="cpu", config=SMALL)
+    args = scripted.Args(places=1000, games=3, redraw="game", device="cpu", config=SMALL)
     found = {hunter: float(scripted.play(args, hunter).mean()) for hunter in scripted.HUNTERS}
     assert found["hares"] == pytest.approx(0.83, abs=0.03)
     assert found["follow"] == pytest.approx(2.50, abs=0.12)
     assert found["Bayes"] == pytest.approx(2.79, abs=0.12)
     assert found["told"] == pytest.approx(3.16, abs=0.12)
-    stays = dataclasses.replace(args, redraw="never")
+    stays = dataclasses.replace(args, redraw="never", places=300, games=10)
     bayes, told = (float(scripted.play(stays, hunter).mean()) for hunter in ("Bayes", "told"))
     assert told - bayes < 0.06  # after a game or two nothing is left to be told
 
@@ -44,15 +46,13 @@ def test_a_told_hunter_goes_where_its_partner_goes():
 @pytest.mark.parametrize(("others", "expected"), [
     (("nearest_stag",) * 3, 2.88),
     (("nearest_hare",) * 3, 0.95),
-    (("random",) * 3, 1.01),
-    (("nearest_stag", "nearest_stag", "nearest_hare"), 3.58),
     (("random", "nearest_hare", "nearest_stag"), 4.98),
 ])  # fmt: skip
 def test_a_bayes_hunter_finds_out_who_hunts_with_it(others, expected):
     config = game.StagHuntConfig(height=8, width=8)
-    args = scripted.Args(places=600, games=1, device="cpu", config=config)
+    args = scripted.Args(places=300, games=1, device="cpu", config=config)
     returns = scripted.play(args, "", [*others[:1], "learner", *others[1:]])
-    assert float(returns.mean()) == pytest.approx(expected, abs=3.5 * float(returns.std()) / 600**0.5 + 0.01)
+    assert float(returns.mean()) == pytest.approx(expected, abs=3.5 * float(returns.std()) / 300**0.5 + 0.01)
 
 
 def test_where_a_bayes_hunter_goes():
@@ -105,69 +105,195 @@ def test_games_are_counted_place_by_place():
     assert found.tolist() == [[2.5, 8.5], [6.5, 10.5]]
 
 
-def flags(tmp_path, *words):
-    small = ["--num-stags", "2", "--final-time", "5", "--num-envs", "8", "--num-steps", "8", "--total-timesteps", "64"]
-    seats = ["--seats", "learner,mixed,nearest_hare,nearest_hare", "--population", ",".join(scripted.GOALS)]
-    return [
-        *small,
-        *seats,
-        "--redraw",
-        "never",
-        "--num-seeds",
-        "2",
-        "--device",
-        "cpu",
-        "--run-dir",
-        str(tmp_path),
-        *words,
-    ]
+ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(scripted.GOALS), "num_seeds": 2}
+TINY = ONE | {"config": SMALL, "num_envs": 4, "num_steps": 8, "redraw": "never"}
+NETWORKS = {"policy_hidden": 8, "subgoal_hidden": 8, "goal_dim": 4, "wm_hidden": 8, "num_simulations": 2}
 
 
-def rows_of(tmp_path):
-    (path,) = tmp_path.glob("*/partners.csv")
-    return list(csv.DictReader(path.open()))
+def untrained(folder, script=hop, method="ppo-omg", **changes):
+    """A checkpoint of learners that are not trained; of ppo_gru.py one for each seed"""
+    folder.mkdir()
+    if script is ppo_gru:
+        args = ppo_gru.make_args("cpu", **{**TINY, "hidden": 8, **changes})
+        _, _, agent, _, _ = ppo_gru.make_training(args)
+        paths = tuple(str(folder / f"{number}.pt") for number in range(args.num_seeds))
+        for number, path in enumerate(paths):
+            ppo_gru.save_checkpoint(path, args, agent, number)
+        return paths
+    sizes = {name: x for name, x in NETWORKS.items() if script is mcts or name != "num_simulations"}
+    args = script.make_args(method, "cpu", **{**TINY, **sizes, **changes})
+    table = game.seats_table(args.seats, SMALL.num_players)
+    state = script.make_train_state(args, [table] * args.num_seeds, [1, 2], torch.device("cpu"))
+    content = {"format": script.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
+    content["script"] = {"name": Path(script.__file__).name, "sha256": "of another version"}
+    script.save_checkpoint(folder / "checkpoint.pt", content)
+    return (str(folder / "checkpoint.pt"),)
 
 
-def test_partners_of_both_kinds_of_learners(tmp_path):
-    words = flags(tmp_path / "told", "--method", "ppo-omg", "--subgoals", "oracle", "--num-pictures", "0")
-    told = hop.main(hop.parse_args(words))["checkpoint"]
-    args = partners.Args(paths=(told,), places=40, num_games=3, device="cpu")
-    found = partners.main(args)
-    rows = rows_of(tmp_path / "told")
+def play_partners(monkeypatch, paths, watched, **flags):
+    """Runs partners.py and records the calls of these functions of the script. -> what it returns, the calls as (name,
+    what was given, what came back)"""
+    calls, load_run = [], partners.evaluate.load_run
+
+    def record(module, name):
+        own = getattr(module, name)
+
+        def recorded(*given, **more):
+            found = own(*given, **more)
+            calls.append((name, given, found))
+            return found
+
+        monkeypatch.setattr(module, name, recorded)
+
+    def load(*given):
+        run = load_run(*given)
+        for name in watched:
+            record(run.script, name)
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partners.evaluate, "load_run", load)
+        for name in watched:
+            if hasattr(ppo_gru, name):
+                record(ppo_gru, name)
+        found = partners.main(partners.Args(**{"paths": paths, "places": 7, "num_games": 3, "device": "cpu", **flags}))
+    return found, calls
+
+
+def test_what_is_earned_in_each_game_together(tmp_path, monkeypatch):
+    """Of both kinds of learners, with their own partners and with others"""
+    told = untrained(tmp_path / "told", subgoals="oracle")
+    found, _ = play_partners(monkeypatch, told, [])
+    rows = list(csv.DictReader((tmp_path / "told/partners.csv").open()))
     assert [(row["seed"], row["game"]) for row in rows] == [(s, g) for s in "01" for g in "123"]
     assert np.mean([float(row["return"]) for row in rows]) == pytest.approx(found["return"])
     assert found.keys() == {"return", "shuffled"}
-    none = hop.main(hop.parse_args(flags(tmp_path / "none", "--method", "ppo", "--num-pictures", "0")))["checkpoint"]
-    assert partners.main(dataclasses.replace(args, paths=(none,))).keys() == {"return"}
-    ppo_gru.main(ppo_gru.parse_args(flags(tmp_path / "gru", "--hidden", "8")))
-    paths = tuple(str(path) for path in sorted((tmp_path / "gru").glob("ppo_gru__*")))
-    assert len(paths) == 2
-    assert partners.main(dataclasses.replace(args, paths=paths)).keys() == {"return"}
-    assert len(rows_of(tmp_path / "gru")) == 6
+    found, calls = play_partners(
+        monkeypatch, untrained(tmp_path / "none", method="ppo"), ["make_train_state"], population="nearest_stag"
+    )
+    assert found.keys() == {"return"} and (tmp_path / "none/partners_nearest_stag.csv").exists()
+    ((_, _, state),) = calls
+    assert {state.seats.names[kind] for kind in state.seats.kinds[:, 1]} == {"nearest_stag"}
+    gru = untrained(tmp_path / "gru", ppo_gru, state_reset_prob=1.0)
+    found, calls = play_partners(monkeypatch, gru, ["make_training", "rollout"], population="nearest_stag,nearest_hare")
+    assert found.keys() == {"return"} and (tmp_path / "gru/partners_nearest_stag_nearest_hare.csv").exists()
+    (_, seats, agent, _, _), *batches = (result for _, _, result in calls)
+    assert {seats.names[kind] for kind in seats.kinds[:, 1]} == {"nearest_stag", "nearest_hare"}
+    saved = [torch.load(path, weights_only=True)["agent"] for path in gru]
+    assert all(torch.equal(p, torch.cat([x[name] for x in saved])) for name, p in agent.state_dict().items())
+    assert batches[0]["reset"][:, 0].all() and sum(int(batch["done"].sum()) for batch in batches) >= 42
+    assert sum(int(batch["reset"].sum()) for batch in batches) == 14, "only before the first game"
 
 
-def test_shuffled_subgoals_are_those_of_another_place(tmp_path, monkeypatch):
-    words = flags(tmp_path, "--method", "ppo-omg", "--subgoals", "oracle", "--num-pictures", "0")
-    checkpoint = hop.main(hop.parse_args(words))["checkpoint"]
-    seen, load_run = [], partners.evaluate.load_run
+@pytest.mark.parametrize("redraw", ["game", "0.5", "never"])
+@pytest.mark.parametrize("script", [hop, ppo_gru], ids=["hop", "gru"])
+def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, monkeypatch, capsys):
+    """And what is carried over to the next game is what was carried over in training"""
+    kept = {"keep_state": redraw != "game"} if script is ppo_gru else {}
+    paths = untrained(tmp_path / "run", script, redraw=redraw, **kept)
+    seen = []
+    own = game.Seats.update
 
-    def watched(*given):
-        run = load_run(*given)
-        own = run.script.evaluate_policy
+    def update(seats, actions, present, done):
+        seen.append(seats.kinds.clone())
+        own(seats, actions, present, done)
 
-        def watch(*inputs):
-            seen.append(inputs[-1])
-            return own(*inputs)
+    monkeypatch.setattr(game.Seats, "update", update)
+    _, calls = play_partners(monkeypatch, paths, ["rollout"])
+    arms = 1 if script is ppo_gru else 2
+    first, second = seen[0], seen[len(seen) // arms - 1]
+    assert torch.equal(first, second) and first[:, 1].unique().tolist() == [0, 1, 2]
+    _, _, played = calls[0]
+    if script is ppo_gru:
+        assert played["done"].any() and (played["reset"][:, 1:].any() == (redraw == "game"))
+    else:
+        transitions = played[0]
+        begun = transitions.history[:, 1:][transitions.time[:, 1:] == 0]
+        assert len(begun) > 3 and begun.any() == (redraw != "game")
+    said = capsys.readouterr().out
+    assert (f"trained with --redraw {redraw}; here every partner stays" in said) == (redraw != "never")
 
-        run.script.evaluate_policy = watch
-        return run
 
-    monkeypatch.setattr(partners.evaluate, "load_run", watched)
-    args = partners.Args(paths=(checkpoint,), places=7, num_games=1, device="cpu")
-    for shuffled in (False, True):
-        partners.of_script(args, checkpoint, shuffled)
-    first, second = seen[0], seen[len(seen) // 2]  # both plays begin with the same partners
-    assert torch.equal(first.roll(1, 1), second) and not torch.equal(first, second)
+@pytest.mark.parametrize(("script", "changes"), [
+    (hop, {"subgoals": "oracle"}),
+    (hop, {"subgoals": "inferred"}),
+    (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "inferred"}),
+    (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "posterior", "infer_in_tree": True}),
+    (mcts, {"method": "hop-ours", "num_trees": 3, "goal_dim": 2, "infer_in_tree": True}),
+])  # fmt: skip
+def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path, monkeypatch):
+    """Of policy, search and, in the tree, of MOA; not of a sibling's tree, and what is remembered stays one's own"""
+    make_state, play = partners.evaluate.make_state, partners.evaluate.play
+
+    def with_memories(*given, **changes):  # other ones in each place
+        state, generator = make_state(*given, **changes), torch.Generator().manual_seed(3)
+        history, posterior = state.rollout_state["history"], state.seats.log_posterior
+        history.copy_(torch.rand(history.shape, generator=generator))
+        posterior.copy_(torch.rand(posterior.shape, generator=generator).log_softmax(2))
+        return state
+
+    monkeypatch.setattr(partners.evaluate, "make_state", with_memories)
+    monkeypatch.setattr(partners.evaluate, "play", lambda run, state, _: play(run, state, 2))
+    names = ["make_train_state", "evaluate_policy", *(["plan_actions"] if script is mcts else [])]
+    _, calls = play_partners(monkeypatch, untrained(tmp_path / "run", script, **changes), names, num_games=1)
+    _, second = (k for k, (name, _, _) in enumerate(calls) if name == "make_train_state")
+    arms = calls[:second], calls[second:]
+
+    def of_next_place(x):  # [M, 7 places and what each has, ...]
+        return x.unflatten(1, (7, -1)).roll(1, 1).flatten(1, 2)
+
+    def read(name, number):
+        return [[given for called, given, _ in arm if called == name][number] for arm in arms]
+
+    for number in (0, 1) if script is mcts else (0,):  # the rollout's own, and the trees' first
+        true, shuffled = (given[-1] for given in read("evaluate_policy", number))
+        assert true.shape[1] == 7 * (3 if number else 1)
+        assert torch.equal(of_next_place(true), shuffled) and not torch.equal(true, shuffled)
+    if script is mcts:
+        (*_, true_id, true, _, _), (*_, shuffled_id, shuffled, _, _) = read("plan_actions", 0)
+        if changes.get("subgoals") == "posterior":
+            assert torch.equal(of_next_place(true_id), shuffled_id)
+        else:
+            assert torch.equal(of_next_place(true.params), shuffled.params)
+        assert torch.equal(true.entities, shuffled.entities)
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), [
+    ("no path", "PATHS: which run"),
+    ("two runs", "PATHS: only runs of ppo_gru.py have several"),
+    ("stranger", "--population.* unknown player 'waiting'"),
+    ("nobody", "--population.* unknown player ''"),
+    ("seats", "--seats.* unknown player 'wolf'"),
+    ("two learners", "--seats learner,learner,random,random: there must be 1 learner"),
+    ("two learners, GRU", "--seats learner,learner,random,random: there must be 1 learner"),
+    ("missing seed", "there is no checkpoint .*nowhere.pt"),
+    ("other size", r"1.pt: .* is not that of .*0.pt's flags"),
+    ("other script", r"checkpoint.pt is no checkpoint of ppo_gru.py"),
+    ("other flags", r"0.pt: its flags are not those of ppo_gru.py"),
+])  # fmt: skip
+def test_wrong_flags_and_files_of_partners_are_named(wrong, sentence, tmp_path):
+    gru, one = untrained(tmp_path / "gru", ppo_gru), untrained(tmp_path / "one", method="ppo")
+    two_learners = "learner,learner,random,random"
+    if wrong == "other size":
+        gru = (gru[0], untrained(tmp_path / "wide", ppo_gru, hidden=16)[1])
+    if wrong == "other flags":
+        saved = torch.load(gru[0], weights_only=True)
+        torch.save(saved | {"args": saved["args"] | {"magic": 1}}, gru[0])
+    paths, flags = {
+        "no path": ((), {}),
+        "two runs": (one + gru, {}),
+        "stranger": (one, {"population": "waiting"}),
+        "nobody": (one, {"population": ""}),
+        "seats": (one, {"seats": "learner,wolf,random,random"}),
+        "two learners": (one, {"seats": two_learners}),
+        "two learners, GRU": (gru, {"seats": two_learners}),
+        "missing seed": ((gru[0], str(tmp_path / "nowhere.pt")), {}),
+        "other script": (gru + one, {}),
+    }.get(wrong, (gru, {}))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(game.UserError, match=sentence):
+        partners.main(partners.Args(paths=paths, device="cpu", **flags))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_intervals_are_students():
@@ -187,8 +313,12 @@ def test_steps_to_a_return():
 
 
 def test_every_arm_of_the_ladder_is_a_valid_command():
+    """All arms of the first task; of the others, which change the game alone, one of each script"""
+    first, *_ = experiments.TASKS
     for task in experiments.TASKS:
         for label, run in experiments.arms(task).items():
+            if task != first and label not in ("inferred", "GRU", "HOP+"):
+                continue
             words = [*run.flags.split(), "--device", "cpu"]
             if run.script == experiments.GRU:
                 args = ppo_gru.parse_args(words)

@@ -1,11 +1,11 @@
 """What the pictures show: who hunts, who is who, what is likely."""
 
+from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, render_planes, render_rgb, render_table
+
 import numpy as np
 import pytest
 import torch
 from PIL import ImageColor
-
-from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, render_planes, render_rgb, render_table
 
 CONFIG = StagHuntConfig(height=3, width=4, num_players=8, num_stags=1, num_hares=2)
 

@@ -2,25 +2,31 @@
 
 import copy
 import dataclasses
+import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
+import pickle
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import hopplus_mcts
+import hopplus_ppo as hop
+from stag_hunt_env import StagHuntEnv, UserError, command_line
 
 import pytest
 import torch
 from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
-
-import hopplus_ppo as hop
-from stag_hunt_env import StagHuntEnv, command_line
 
 
 def make_args(method="hopplus", **changes):
@@ -73,6 +79,7 @@ def test_what_a_run_leaves_behind(method, runs):
     assert saved["script"]["name"] == "hopplus_ppo.py" and saved["folders"] == [f.name for f in folders]
     assert hop.Args(**saved["args"] | {"config": TINY_CONFIG}) == args
     keys, fewest, most = KEYS[method]
+    drawn = []
     for folder in folders:
         flags = json.loads((folder / "args.json").read_text())
         assert (folder / flags.pop("checkpoint")).resolve() == (first / "checkpoint.pt").resolve()
@@ -93,6 +100,12 @@ def test_what_a_run_leaves_behind(method, runs):
         hparams = events.PluginTagToContent("hparams")
         assert b"learning_rate" in hparams["_hparams_/session_start_info"] and events.Scalars("final_return")
         assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
+        if method != "ppo":
+            parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
+            assert [line["losses/opponent_models"] for line in lines] == pytest.approx(parts, rel=1e-4)
+        returns, pictures = events.Histograms("real/returns"), [events.Images(name) for name in images]
+        drawn.append([returns[0].histogram_value, *(picture[0].encoded_image_string for picture in pictures)])
+    assert all(one != other for one, other in zip(*drawn, strict=True)), "each seed's own"
     assert lines_of(first)[2]["losses/value_loss"] != lines_of(second)[2]["losses/value_loss"]
     for name in ("losses/value_loss", "charts/episodic_return"):
         both = [lines_of(f)[2][name] for f in folders]
@@ -125,7 +138,6 @@ VARIANTS = {
     "oracle": {"subgoals": "oracle", "seats": "learner,mixed,nearest_stag"},
     "posterior": {"subgoals": "posterior", "seats": "learner,mixed,nearest_stag", "redraw": "never"},
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
-    "ensemble": {"wm_ensemble": 2},
     "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
     "prosocial": {"method": "ppo-omg", "config": dataclasses.replace(TINY_CONFIG, prosocial=True)},
     "clock": {"config": dataclasses.replace(TINY_CONFIG, time_reward=-0.01), "num_envs": 16, "total_timesteps": 512},
@@ -253,7 +265,7 @@ def test_casts_that_depend_on_the_machine_are_noticed():
                 torch.zeros(1, dtype=dtype)[:] = torch.tensor([value])
 
 
-POISONED = [("policy", "real/return_mean"), ("world", "losses/world_model"), ("moa", "losses/moa")]
+POISONED = [("policy", "losses/policy_loss"), ("world", "losses/world_model"), ("moa", "losses/moa")]
 
 
 @pytest.mark.parametrize(("part", "quantity"), POISONED)
@@ -276,11 +288,46 @@ def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, capsy
     (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"error: {quantity} is nan (seed 1, iteration 3; see {bad}"), line
-    good = torch.load(bad.parent / "checkpoint.pt", weights_only=True)  # the one before is not overwritten
-    for saved, fine in ((good, True), (torch.load(bad, weights_only=True), False)):
+    good = hop.load_checkpoint(bad.parent / "checkpoint.pt")  # the one before is not overwritten
+    kept = hop.load_checkpoint(bad)  # what it is kept for: to be looked at
+    assert kept["problem"] == f"{quantity} is nan" and f"was kept because {quantity} is nan" in capsys.readouterr().out
+    for saved, fine in ((good, True), (kept, False)):
         tensors = [t for network in saved["states"][0]["networks"].values() for t in network.values()]
         assert all(bool(t.isfinite().all()) for t in tensors) == fine
-    assert good["iteration"] == 2 and len(lines_of(bad.parent)) == 2 and len(calls) == 3
+    rows = lines_of(bad.parent)
+    assert good["iteration"] == 2 and len(calls) == len(rows) == 3 and rows[1][quantity] is not None
+    assert rows[2][quantity] is None, "the bad row is in the log"
+
+
+def test_a_weight_that_is_no_number_never_gets_into_the_checkpoint(tmp_path, monkeypatch):
+    """Though the losses, which were computed before, are fine"""
+    train_iteration = hop.train_iteration
+
+    def poisoned(state, *due):
+        samples = train_iteration(state, *due)
+        state.networks.policy.params["critic.2.weight"].data[2, 0, 0] = math.inf
+        return samples
+
+    monkeypatch.setattr(hop, "train_iteration", poisoned)
+    with pytest.raises(FloatingPointError, match=r"^the largest weight of policy is inf \(seed 1, iteration 1"):
+        run(tmp_path, "ppo", save_seconds=0.0)
+    assert not list(tmp_path.glob("*/checkpoint.pt")) and len(list(tmp_path.glob("*/checkpoint_bad.pt"))) == 1
+
+
+HEALTHY = [{"final_time": 1}, {"hare_reward": 50_000.0}]  # all returns are equal; value losses are above 1e6
+
+
+@pytest.mark.parametrize("fields", HEALTHY)
+def test_a_healthy_run_is_not_stopped(fields, tmp_path):
+    config = dataclasses.replace(TINY_CONFIG, **fields)
+    for seed in range(4):
+        final = run(tmp_path, "ppo", config=config, seed=seed, learning_rate=0.05)
+        assert math.isfinite(final["losses/value_loss"]) and math.isfinite(final["charts/episodic_return"])
+        if config.final_time == 1:
+            assert math.isnan(final["losses/explained_variance"]), "there is nothing to explain"
+        else:
+            assert final["losses/value_loss"] > 1e6
+    hop.main(hop.make_args(device="cpu", resume=final["checkpoint"], total_timesteps=128))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -327,7 +374,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkey
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     (checkpoint,) = (tmp_path / "moved").glob("*/checkpoint.pt")
     assert len(lines_of(checkpoint.parent)) == 4 and torch.load(checkpoint, weights_only=True)["iteration"] == 3
-    resumed = hop.main(hop.make_args("ppo", "cpu", resume=str(checkpoint), seed=77, num_envs=7))
+    resumed = hop.main(hop.make_args(device="cpu", resume=str(checkpoint)))
     assert resumed.pop("checkpoint") == str(checkpoint) and len(lines_of(folders_of(tmp_path / "killed")[0])) == 4
     first, second = (torch.load(path, weights_only=True) for path in (whole.pop("checkpoint"), checkpoint))
     assert second["iteration"] == 6 and first["states"][0].keys() == second["states"][0].keys()
@@ -362,6 +409,13 @@ def files(runs, tmp_path_factory):
         "two ranks": saved | {"states": saved["states"] * 2},
         "other format": saved | {"format": "hopplus-0"},
         "list": [1, 2],
+        "no number": saved | {"iteration": "x"},
+        "negative": saved | {"iteration": -1},
+        "nowhere": saved | {"folders": []},
+        "no state": saved | {"states": None},
+        "unfit": {"format": "pretrain_vae.py 8", "must_match": None, "networks": {}},
+        "empty": {"format": "pretrain_vae.py 8", "must_match": {}, "networks": None},
+        "no MOA": {"format": "pretrain_vae.py 8", "must_match": {}, "networks": {"prior": {}, "inference": {}}},
     }
     for name, content in contents.items():
         found[name] = folder / f"{name}.pt"
@@ -369,32 +423,57 @@ def files(runs, tmp_path_factory):
     found["cut"], found["text"] = folder / "cut.pt", folder / "text.pt"
     found["cut"].write_bytes(checkpoint.read_bytes()[:-5000])
     found["text"].write_text("not a checkpoint")
+    forged = pickle.dumps(Forged(folder / "executed"))
+    found["forged"] = folder / "forged.pt"
+    found["forged"].write_bytes(forged + hashlib.sha256(forged).digest())
     return found
+
+
+class Forged:
+    """Whoever loads it with pickle makes a file"""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 REFUSED_FILES = [
     ({"resume": "missing"}, "there is no checkpoint"),
-    ({"resume": "folder"}, "there is no checkpoint"),
+    ({"resume": "folder"}, "is no run folder: it has no args.json"),
+    ({"resume": "forged"}, "forged.pt is no checkpoint: "),
+    ({"resume": "no number"}, "is no whole checkpoint: its iteration is missing or wrong"),
+    ({"resume": "negative"}, "its iteration is missing or wrong"),
+    ({"resume": "nowhere"}, "its folders is missing or wrong"),
+    ({"resume": "no state"}, "its states is missing or wrong"),
+    ({"vae_checkpoint": "unfit"}, "its must_match is missing or wrong"),
+    ({"vae_checkpoint": "empty"}, "its networks is missing or wrong"),
+    ({"vae_checkpoint": "no MOA"}, "no MOA.pt does not fit: prior is missing"),
+    ({"vae_checkpoint": "forged"}, "forged.pt is no checkpoint: "),
     ({"resume": "cut"}, "cut short or no checkpoint: its checksum is wrong"),
     ({"resume": "text"}, "its checksum is wrong"),
-    ({"resume": "other format"}, "its format is 'hopplus-0', not"),
-    ({"resume": "list"}, "its format is 'list'"),
+    ({"resume": "other format"}, "no checkpoint of this script: it is 'hopplus-0', not 'hopplus_ppo.py 1"),
+    ({"resume": "list"}, "it is 'list'"),
     ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
     ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
-    ({"vae_checkpoint": "missing"}, "there is no checkpoint of pretraining"),
-    ({"vae_checkpoint": "checkpoint"}, "not 'subgoals-7'"),
+    ({"vae_checkpoint": "missing"}, "missing.pt: there is no checkpoint"),
+    ({"vae_checkpoint": "checkpoint"}, "not 'pretrain_vae.py 8'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, "not 'world-model-7'"),
+    ({"world_model_checkpoint": "checkpoint"}, "not 'pretrain_world_model.py 8'"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSED_FILES)
-def test_files_that_do_not_fit_are_refused_before_anything_is_written(flags, words, files, tmp_path):
+def test_files_that_do_not_fit_are_refused_before_anything_is_written(flags, words, files, tmp_path, monkeypatch):
     before = sorted(files["checkpoint"].parents[1].rglob("*"))
-    with pytest.raises(ValueError) as error:
-        run(tmp_path / "runs", **{name: str(files[value]) for name, value in flags.items()})
+    monkeypatch.setattr(hop, "make_train_state", None)  # nothing is prepared in vain
+    flags = {name: str(files[value]) for name, value in flags.items()}
+    with pytest.raises(UserError) as error:
+        hop.main(hop.make_args(device="cpu", **flags)) if "resume" in flags else run(tmp_path / "runs", **flags)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "runs").exists() and sorted(files["checkpoint"].parents[1].rglob("*")) == before
+    assert not (files["folder"] / "executed").exists()
 
 
 def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
@@ -403,7 +482,10 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     weights = saved["states"][0]["networks"]
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa", "moa_prior")}
-    for name, form, networks in (("vae", "subgoals-7", vae), ("world", "world-model-7", {"world": pick["world"]})):
+    for name, form, networks in (
+        ("vae", "pretrain_vae.py 8", vae),
+        ("world", "pretrain_world_model.py 8", {"world": pick["world"]}),
+    ):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
         hop.save_checkpoint(tmp_path / f"{name}.pt", content)
     started, train_iteration = [], hop.train_iteration
@@ -419,7 +501,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
         for key, x in network.items():
             assert torch.equal(started[0][name][key], x[[0, 0, 0, 1, 1, 1, 0, 0, 0]]), (name, key)
     other = dataclasses.replace(TINY_CONFIG, hare_reward=2.0)
-    with pytest.raises(ValueError, match=r"hare_reward 1\.0 \(asked for: 2\.0\)"):
+    with pytest.raises(ValueError, match=r"hare_reward 1\.0, here 2\.0"):
         run(tmp_path / "refused", config=other, world_model_checkpoint=files["world_model_checkpoint"])
     with pytest.raises(ValueError, match="subgoal_hidden"):
         run(tmp_path / "refused", subgoal_hidden=9, vae_checkpoint=files["vae_checkpoint"])
@@ -470,8 +552,9 @@ def test_every_flag_is_explained():
     grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
     own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
     assert own == grouped.keys() - {field.name for field in dataclasses.fields(hop.StagHuntConfig)}
+    sources = {group: inspect.getsource(group) for group in hop.GROUPS.values()}
     for name, group in grouped.items():
-        line, after = inspect.getsource(group).split(f"    {name}: ", 1)[1].split("\n", 2)[:2]
+        line, after = sources[group].split(f"    {name}: ", 1)[1].split("\n", 2)[:2]
         assert "  # " in line or (after.startswith('    """') and len(after) > 12), name
 
 
@@ -506,24 +589,33 @@ BAD_FLAGS = [
     ("--num-minibatches 9999", "--num-minibatches exceeds"),
     ("--imagination-horizon 33", "--imagination-horizon is measured on --num-steps 32"),
     ("--seats random,random,random,random", "nobody learns"),
-    ("--seats learner,learner", "2 seats are named"),
-    ("--seats learner,me,learner,learner", "unknown player 'me'"),
-    ("--population random,me", "unknown player 'me'"),
+    ("--seats learner,learner", "--seats names 2, but the game has --num-players 4"),
+    ("--seats learner,me,learner,learner", "--seats: unknown player 'me'"),
+    ("--population random,me", "--population: unknown player 'me'"),
     ("--population random,random", "--population names a player twice"),
     ("--redraw sometimes", "--redraw must be game, never or a probability"),
     ("--subgoals oracle --goal-dim 3", "--subgoals oracle needs --goal-dim > 3"),
     ("--goal-kind discrete --goal-dim 1", "--goal-kind discrete needs --goal-dim 2"),
     ("--prosocial", "--no-imagination"),
-    ("--share-parameters --strengths 1 2 3 4", "--share-parameters needs equal --strengths"),
-    ("--strengths 1 2", "--strengths must be 4 positive numbers"),
-    ("--height 2 --width 2", "too little room"),
+    ("--strengths 1 2", "--strengths must be 4 numbers"),
+    ("--strengths", "--strengths must be 4 numbers"),
+    ("--stag-reward 1e39", "--stag-reward must be -1e6 to 1e6"),
+    ("--num-envs 10000000000000000", "--num-envs must be at most 1e+15"),
+    ("--num-seeds 100000000", "too large for the memory: about "),
+    ("--subgoal-batch-size 100000000", "GB, most of it for --subgoal-batch-size"),
+    ("--subgoal-horizon 100000000", "GB, most of it for --subgoal-horizon"),
+    ("--wm-batch-size 1000000000", "GB, most of it for --wm-batch-size"),
+    ("--subgoal-batch-size 1", "--offline-ratio needs --subgoal-batch-size 2 or more"),
+    ("--height 2 --width 2", "--height 2 --width 2: too little room"),
     ("--height 16 --width 16", "255"),
     ("--final-time 300", "255"),
     ("--num-players 9", "--num-players must be 2 to 8"),
     ("--method ppo --vae-checkpoint vae.pt", "--vae-checkpoint needs"),
     ("--method ppo-omg --world-model-checkpoint wm.pt", "--world-model-checkpoint needs --imagination"),
     ("--resume nowhere.pt", "there is no checkpoint 'nowhere.pt'"),
-    ("--run-dir setup.py", "is no folder that can be written to"),
+    ("--run-dir setup.py", "--run-dir: cannot write to"),
+    ("--vae-checkpoint nowhere.pt", "--vae-checkpoint nowhere.pt: there is no checkpoint"),
+    ("--world-model-checkpoint setup.py", "setup.py (0 bytes) is damaged"),
 ]
 
 
@@ -541,13 +633,21 @@ def test_wrong_flags_end_with_one_line_and_nothing_on_disk(words, said, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["setup.py"]
 
 
-def test_a_copy_runs_under_its_own_name(tmp_path, monkeypatch):
-    copied = tmp_path / "my_copy.py"
-    shutil.copy(hop.__file__, copied)
-    spec = importlib.util.spec_from_file_location("my_copy", copied)
+# Python's own error, and one that a library raises by a line of its own
+MISTAKES = ["    first, second = (1, 2, 3)\n", "    torch.optim.Adam([torch.zeros(1)], lr=-1)\n"]
+
+
+def load_copy(path, monkeypatch):
+    shutil.copy(hop.__file__, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_copy", module)
+    monkeypatch.setitem(sys.modules, path.stem, module)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_a_copy_runs_under_its_own_name(tmp_path, monkeypatch):
+    module = load_copy(tmp_path / "my_copy.py", monkeypatch)
     args = module.make_args("ppo", "cpu", **{**TINY_FLAGS, "run_dir": str(tmp_path / "runs"), "total_timesteps": 32})
     checkpoint = Path(module.main(args)["checkpoint"])
     assert checkpoint.parent.name.startswith("my_copy__3x4_3h1s_3hares_ppo__1__")
@@ -555,12 +655,13 @@ def test_a_copy_runs_under_its_own_name(tmp_path, monkeypatch):
     assert saved["script"]["name"] == "my_copy.py" and saved["args"]["exp_name"] == "my_copy"
 
 
-def test_a_mistake_in_an_edited_copy_keeps_its_traceback(tmp_path):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_an_edited_copy_keeps_its_traceback(mistake, tmp_path):
     source = Path(hop.__file__).read_text()
     line = "    steps_each = args.num_envs * args.num_steps\n"
     assert source.count(line) == 1
     copy = tmp_path / "edited.py"
-    copy.write_text(source.replace(line, line + "    first, second = (1, 2, 3)\n"))
+    copy.write_text(source.replace(line, line + mistake))
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(hop.__file__).parent), os.environ.get("PYTHONPATH", "")])
     }
@@ -577,4 +678,129 @@ def test_a_mistake_in_an_edited_copy_keeps_its_traceback(tmp_path):
         str(tmp_path),
     ]
     found = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
-    assert found.returncode == 1 and "first, second = (1, 2, 3)" in found.stderr and "Traceback" in found.stderr
+    assert found.returncode == 1 and mistake in found.stderr and "Traceback" in found.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on with a run
+
+
+def words_of(path, *words):
+    return hop.parse_args(["--device", "cpu", "--resume", str(path), *words])
+
+
+CHANGED = [
+    ("--learning-rate 0.001", "--learning-rate 0.001: the resumed run has 0.01; only --total-timesteps, --log-every"),
+    ("--num-envs 5", "--num-envs 5: the resumed run has 4"),
+    ("--method hopplus", "--method hopplus: the resumed run has ppo"),
+    ("--height 4", "--height 4: the resumed run has 3"),
+    ("--seed 3", "--seed 3: the resumed run has 1"),
+    ("--total-timesteps 33", "--total-timesteps 33: the run has 96 already"),
+    ("--run-dir setup.py", "--run-dir: cannot write to"),
+]
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """Two seeds; not with the default learning rate"""
+    return run(tmp_path_factory.mktemp("short"), "ppo", total_timesteps=96, num_seeds=2, learning_rate=0.01)
+
+
+@pytest.mark.parametrize(("words", "said"), CHANGED)
+def test_flags_that_differ_from_the_resumed_run_are_refused_by_name(words, said, short_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.py").touch()
+    before = Path(short_run["checkpoint"]).read_bytes()
+    with pytest.raises(UserError) as error:
+        hop.main(words_of(short_run["checkpoint"], *words.split()))
+    assert str(error.value).startswith(said) and Path(short_run["checkpoint"]).read_bytes() == before
+
+
+def test_a_run_is_extended_from_the_folder_of_any_seed(short_run, tmp_path, monkeypatch):
+    """As if it had been longer from the start, but for the learning rate; the bar counts the new steps alone"""
+    bars, tqdm = [], hop.tqdm
+    first, second = folders_of(shutil.copytree(Path(short_run["checkpoint"]).parents[1], tmp_path / "runs"))
+    monkeypatch.setattr(hop, "tqdm", lambda *given, **named: (bars.append(named), tqdm(*given, **named))[1])
+    hop.tqdm.write = tqdm.write
+    same = ("--learning-rate", "0.01", "--num-envs", "4")  # said again, but no change
+    for words in (("--total-timesteps", "160", "--log-every", "2"), ("--total-timesteps", "192", *same)):
+        hop.main(words_of(second, *words))
+    assert [(bar["initial"], bar["total"]) for bar in bars] == [(96, 160), (160, 192)]
+    for folder in (first, second):
+        assert [line["steps"] for line in lines_of(folder)] == [32, 64, 96, 128, 160, 192]
+        assert json.loads((folder / "args.json").read_text())["total_timesteps"] == 192
+    saved = hop.load_checkpoint(second)
+    assert saved["iteration"] == 6 and saved["args"]["log_every"] == 2
+
+
+def test_a_run_goes_on_in_another_folder(short_run, tmp_path):
+    old = Path(short_run["checkpoint"]).parents[1]
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    final = hop.main(words_of(short_run["checkpoint"], "--run-dir", str(tmp_path / "new"), "--total-timesteps", "128"))
+    names = [folder.name for folder in folders_of(old)]
+    assert [folder.name for folder in folders_of(tmp_path / "new")] == names
+    for folder in folders_of(tmp_path / "new"):
+        assert [line["steps"] for line in lines_of(folder)] == [32, 64, 96, 128]
+    assert Path(final["checkpoint"]).parent == tmp_path / "new" / names[0]
+    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"--run-dir .*: there is a .* already"):
+        hop.main(words_of(short_run["checkpoint"], "--run-dir", str(tmp_path / "new"), "--total-timesteps", "128"))
+
+
+def test_another_script_s_run_is_refused_and_a_copy_goes_on(short_run, tmp_path, capsys, monkeypatch):
+    with pytest.raises(UserError, match=r"it is 'hopplus_ppo\.py \d+', not 'hopplus_mcts\.py \d+'"):
+        hopplus_mcts.parse_args(["--resume", short_run["checkpoint"]])
+    runs = shutil.copytree(Path(short_run["checkpoint"]).parents[1], tmp_path / "runs")
+    copied = load_copy(tmp_path / "my_copy.py", monkeypatch)
+    words = ["--device", "cpu", "--resume", str(folders_of(runs)[0]), "--total-timesteps", "128"]
+    copied.main(copied.parse_args(words))
+    assert capsys.readouterr().out.count("was made by another text than this script: hopplus_ppo.py") == 1
+    assert hop.load_checkpoint(folders_of(runs)[0])["iteration"] == 4
+
+
+def test_the_way_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "my runs; touch here"
+    train_iteration = hop.train_iteration
+    stop = lambda state, *due: (os.kill(os.getpid(), signal.SIGINT), train_iteration(state, *due))[1]  # noqa: E731
+    monkeypatch.setattr(hop, "train_iteration", stop)
+    with pytest.raises(SystemExit):
+        run(folder, "ppo")
+    (checkpoint,) = folder.glob("*/checkpoint.pt")
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("stopped; go on with: ")
+    assert shlex.split(command) == ["python", sys.argv[0], "--resume", str(checkpoint)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Games and seeds
+
+
+def test_watched_and_pretraining_games_are_other_games(tmp_path, monkeypatch):
+    deals, make_train_state = [], hop.make_train_state
+
+    def watched(*given, **named):
+        state = make_train_state(*given, **named)
+        deals.append((state.env.state.position[:2].tolist(), state.env.state.prey_position[:2].tolist()))
+        return state
+
+    monkeypatch.setattr(hop, "make_train_state", watched)
+    run(tmp_path, total_timesteps=32)
+    assert len(deals) == 3 and all(one != other for one, other in itertools.combinations(deals, 2))
+
+
+def test_a_rank_draws_games_of_both_kinds():
+    args = make_args(num_envs=64, subgoal_batch_size=8, wm_batch_size=1024)
+    share = hop.rank_share(args, 8)
+    assert (share.num_envs, share.subgoal_batch_size, share.wm_batch_size) == (8, 2, 128)
+    assert hop.rank_share(args, 1) == args
+
+
+def test_few_imagined_games_are_of_both_kinds_too(tmp_path, monkeypatch):
+    drawn, sample_replays = [], hop.sample_replays
+
+    def watched(replay, offline, ratio, count, window):
+        drawn.append((ratio, count, window))
+        return sample_replays(replay, offline, ratio, count, window)
+
+    monkeypatch.setattr(hop, "sample_replays", watched)
+    run(tmp_path, imagined_goals="prior", ppo_real_ratio=0.95, total_timesteps=32)
+    assert (0.5, 2, 1) in drawn

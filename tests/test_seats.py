@@ -2,11 +2,6 @@
 
 from typing import NamedTuple
 
-import pytest
-import reference_game as reference
-import torch
-from helpers import chi_square_p, games_of, seat_probs
-
 from stag_hunt_env import (
     ALL_SEATS,
     LEARNER,
@@ -24,6 +19,11 @@ from stag_hunt_env import (
     sample,
     seats_table,
 )
+
+import pytest
+import reference_game as reference
+import torch
+from helpers import chi_square_p, games_of, seat_probs
 
 CONFIG = StagHuntConfig(height=3, width=5, num_players=3, num_stags=2, num_hares=2, final_time=6)
 TWO_TABLES = [["learner", "mixed", "learner"], ["nearest_hare", "learner", "switching"]]
@@ -186,7 +186,7 @@ def test_watching():
 # Redraws
 
 
-@pytest.mark.parametrize("redraw, prob", [("game", 1.0), ("never", 0.0), (0.25, 0.25), ("0.25", 0.25)])
+@pytest.mark.parametrize("redraw, prob", [("game", 1.0), ("never", 0.0), ("0.25", 0.25)])
 def test_a_mixed_seat_is_drawn_anew_only_between_games(redraw, prob):
     tables = [["learner", "mixed", "mixed"], ["random", "learner", "mixed"]]
     env, seats = make(tables, games=100, redraw=redraw)
@@ -288,7 +288,7 @@ def test_posterior_is_that_of_plain_bayes(redraw, remember, walls):
     population = ("nearest_hare", "random", "last_stag", "first_stag")
     tables = [["mixed", "learner", "nearest_hare"], ["mixed", "mixed", "noisy_stag"]]
     env, seats = make(tables, 4, config, population=population, redraw=redraw, remember=remember)
-    steps = list(play(env, seats, 32))
+    steps = list(play(env, seats, 20))
     games = [games_of(step.state) for step in steps]
     for b in range(8):
         for i, name in enumerate(tables[b // 4]):
@@ -306,12 +306,12 @@ def test_posterior_is_that_of_plain_bayes(redraw, remember, walls):
                 table = torch.tensor([reference.player_probs(config, games[t][b], i, player) for player in population])
                 mixture = (torch.tensor(expected[t])[:, None] * table).sum(0)
                 torch.testing.assert_close(step.expected[b, i], mixture, atol=1e-5, rtol=0)
-    assert sum(int(step.done.sum()) for step in steps) >= 40
+    assert sum(int(step.done.sum()) for step in steps) >= 24
 
 
 def test_memory_keeps_what_many_games_showed_and_stays_finite():
     env, seats = make([["nearest_hare", "learner", "switching"]], games=16, remember=True)
-    steps = list(play(env, seats, 120))
+    steps = list(play(env, seats, 80))
     assert (steps[-1].posterior[:, 0, seats.names.index("nearest_hare")] > 0.99).all()
     assert all(torch.isfinite(step.posterior).all() for step in steps)
     assert torch.isfinite(seats.log_posterior).all()
@@ -381,7 +381,7 @@ def test_a_loaded_state_goes_on_bit_for_bit():
 
 
 ERRORS = [
-    (lambda env: Seats(env, [["learner", "learner"]]), ["2 seats", "3 players"]),
+    (lambda env: Seats(env, [["learner", "learner"]]), ["--seats names 2", "--num-players 3"]),
     (lambda env: Seats(env, [["learner", "learner", "somebody"]]), ["somebody", "nearest_stag", "switching"]),
     (lambda env: Seats(env, [["learner"] * 3] * 4), ["6 games", "4 tables"]),
     (lambda env: Seats(env, TWO_TABLES, share_parameters=True), ["[2, 1]"]),

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hopplus_ppo as hop
+from stag_hunt_env import STAY
+
 import pytest
 import torch
 from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree
 from test_imagination import TrueWorld
-from tiny_hopplus import make_args, make_state, play, watch_networks
-
-import hopplus_ppo as hop
-from stag_hunt_env import STAY
+from tiny_hopplus import make_args, make_state, play, train, watch_networks
 
 sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
 
@@ -61,7 +61,7 @@ CASES += [("hopplus", {}, name, value) for name, value in IMAGINATION.items()]
 def trained(method, **changes):
     """All weights after one iteration"""
     state = make_state(method, **{**FAST, **changes})
-    hop.train_iteration(state, True, True)
+    train(state)
     return {name: x.state_dict() for name, x in state.networks._asdict().items() if x is not None}
 
 
@@ -74,7 +74,7 @@ def test_a_flag_changes_what_is_learned(method, base, name, value):
 
 
 def test_every_flag_changes_something():
-    to_go = {"log_details", "moa_data", "subgoal_period", "wm_ensemble", "wm_period"}
+    to_go = {"log_details", "moa_data", "subgoal_period", "wm_period"}
     flags = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
     assert flags - to_go == {case[2] for case in CASES} | ELSEWHERE
 
@@ -124,19 +124,19 @@ def test_the_preparation_watches_as_many_games_as_asked():
 # What falls in the course of a run
 
 
-@pytest.mark.parametrize("anneal", [False, True])
-def test_learning_rates_of_a_run(anneal, monkeypatch, tmp_path):
-    """The policy's falls to a tenth, if asked to; those of the models stay. Four iterations"""
+def test_learning_rates_of_a_run(monkeypatch, tmp_path):
+    """The policy's falls to a tenth, unless asked not to; those of the models stay. Four iterations"""
     rates = record_learning_rates(monkeypatch)
-    changes = {"pretraining_updates": 0, "offline_ratio": 0.0, "subgoal_learning_rate": 2e-3, "wm_learning_rate": 3e-3}
-    changes |= {"update_epochs": 1, "num_minibatches": 1, "subgoal_updates": 1, "wm_updates": 1}
-    hop.main(make_args(learning_rate=0.01, anneal_lr=anneal, total_timesteps=4 * 32, run_dir=str(tmp_path), **changes))
-    policy = [0.01, 0.00775, 0.0055, 0.00325] if anneal else [0.01] * 4
-    assert sorted(rates, key=lambda x: x[0]) == [
-        pytest.approx([2e-3] * 4),
-        pytest.approx([3e-3] * 4),
-        pytest.approx(policy),
-    ]
+    flags = {"learning_rate": 0.01, "subgoal_learning_rate": 2e-3, "wm_learning_rate": 3e-3, "run_dir": str(tmp_path)}
+    flags |= {"update_epochs": 1, "num_minibatches": 1, "subgoal_updates": 1, "wm_updates": 1}
+    flags |= {"pretraining_updates": 0, "offline_ratio": 0.0, "total_timesteps": 4 * 32}
+    hop.main(make_args(**flags))
+    found = sorted(rates, key=lambda x: x[0])
+    falling = [0.01, 0.00775, 0.0055, 0.00325]
+    assert found == [pytest.approx(x) for x in ([2e-3] * 4, [3e-3] * 4, falling)]
+    rates.clear()
+    hop.main(make_args("ppo", anneal_lr=False, **flags))
+    assert rates == [pytest.approx([0.01] * 4)]
 
 
 def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
@@ -170,6 +170,39 @@ def test_rows_and_checkpoints_come_as_often_as_asked(monkeypatch, tmp_path):
         final = hop.main(make_args("ppo", **flags))
         assert [line["steps"] for line in lines_of(Path(final["checkpoint"]).parent)] == [64, 128, 160]
         assert [content["iteration"] for content in saved] == iterations
+
+
+def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(monkeypatch, tmp_path):
+    """On a clock on which an iteration takes 2 s, a picture 100 s, a checkpoint 1000 s"""
+    clock = [5000.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+
+    def takes(seconds, function):
+        def call(*given):
+            clock[0] += seconds
+            return function(*given)
+
+        return call
+
+    names = {"train_iteration": 2.0, "draw_pictures": 100.0, "save_checkpoint": 1000.0}
+    for name, seconds in names.items():
+        monkeypatch.setattr(hop, name, takes(seconds, getattr(hop, name)))
+    flags = {"num_pictures": 6, "save_seconds": 0.0, "total_timesteps": 6 * 32, "run_dir": str(tmp_path)}
+    save, saved = hop.save_checkpoint, []
+
+    def killed_at_the_fourth(path, content):
+        saved.append(path)
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        save(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+        hop.main(make_args("ppo", **flags))
+    hop.main(hop.make_args("ppo", "cpu", resume=str(saved[0])))
+    lines = lines_of(saved[0].parent)
+    assert [line["time/training"] for line in lines] == pytest.approx([2, 4, 6, 8, 10, 12])
+    assert [line["charts/SPS"] for line in lines] == pytest.approx([16] * 6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

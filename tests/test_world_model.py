@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-
-import pytest
-import reference_game as reference
-import torch
-from helpers import PRETRAINING_CASES, planes_of, record_games, replay, seeded
+from pathlib import Path
 
 import pretrain_world_model as wm
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, STAY, StagHuntEnv
 from stag_hunt_env import StagHuntConfig as Config
+
+import pytest
+import reference_game as reference
+import torch
+from helpers import PRETRAINING_CASES, lines_of, planes_of, record_games, replay, seeded
 
 PLAYERS = "random,nearest_stag,nearest_hare"
 every_case = pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
@@ -51,7 +52,7 @@ def plain_dataset(config, games):
         for i in (i for i in range(n) if acted[i]):
             joint = torch.tensor([actions[(i + k) % n] for k in range(n)], dtype=torch.uint8)
             ends = torch.tensor(t + 1 == config.final_time), torch.tensor(done)
-            rows.append((boards[i], joint, next_boards[i], torch.tensor(float(rewards[i])), *ends))
+            rows.append((boards[i], joint, torch.tensor(i), next_boards[i], torch.tensor(float(rewards[i])), *ends))
     return wm.Dataset(*(torch.stack(field)[None] for field in zip(*rows, strict=True)))
 
 
@@ -108,11 +109,11 @@ def test_every_update_draws_from_all_data_of_its_own_seed():
         world = Recorded(make_model(config, (1, 2)))
         optimizer = torch.optim.Adam(world.world.parameters())
         wm.train(dataclasses.replace(args, seed=seed), world, optimizer, data, first, last)
-        for board, joint, next_board, number in world.seen:
+        for *fields, number in world.seen:
             model, row = number.long() // 1000, number.long() % 1000
-            for ours, kept in zip((board, joint, next_board), data[:3], strict=True):
+            for ours, kept in zip(fields, data[:4], strict=True):
                 assert torch.equal(ours, kept[model, row])
-        return torch.stack([batch[3] for batch in world.seen])
+        return torch.stack([batch[4] for batch in world.seen])
 
     early, late = drawn(0, 8), drawn(8, 16)
     for numbers in (early, late):
@@ -124,26 +125,31 @@ def test_every_update_draws_from_all_data_of_its_own_seed():
     assert (early != drawn(0, 8, seed=2)).float().mean() > 0.9
 
 
-def trained_metrics(config, data, held_out):
-    args = small_args(wm_hidden=48, batch_size=128, num_updates=100, learning_rate=1e-2)
-    world = wm.make_world_model(args, config, [1], torch.device("cpu"))
-    optimizer = torch.optim.Adam(world.parameters())
-    assert math.isfinite(float(wm.train(args, world, optimizer, data, 0, args.num_updates)))
-    return wm.measure(world, config, held_out)[0]
-
-
-def test_only_right_labels_make_a_good_model():
+def test_right_labels_make_a_good_model():
     config = Config(height=3, width=4, num_players=3, num_hares=2)
-    games = played(config, 200, population="random")  # what it did before tells nothing
-    data, held_out = wm.make_dataset([games], 5000), dataset(config, 40, 2, "random")
-    right = trained_metrics(config, data, held_out)
-    assert right["exact_match"] > 0.95
-    seats = StagHuntEnv(config).ego_to_seats(games.joint.flatten(0, 1)).view_as(games.joint)
-    for wrong in (games.joint.roll(1, 1), seats):
-        # In the order of the seats a third of the labels is right by chance, and the most likely board with it: the
-        # probabilities tell.
-        data = wm.make_dataset([games._replace(joint=wrong)], 5000)
-        assert trained_metrics(config, data, held_out)["obs_mse"] > 10 * right["obs_mse"]
+    data = wm.make_dataset([played(config, 200, population="random")], 5000)  # what it did before tells nothing
+    args = small_args(wm_hidden=32, batch_size=64, num_updates=60, learning_rate=2e-2)
+    world = wm.make_world_model(args, config, [1], torch.device("cpu"))
+    assert math.isfinite(float(wm.train(args, world, torch.optim.Adam(world.parameters()), data, 0, args.num_updates)))
+    (row,) = wm.measure(world, config, dataset(config, 40, 2, "random"))
+    # Actions in the order of the seats are right by chance in a third of the cases, and the most likely board with
+    # them. The probabilities tell: obs_mse is 0.009 with these and 0.026 with labels shifted by one step.
+    assert row["exact_match"] > 0.97 and row["obs_mse"] < 0.002
+
+
+def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch):
+    monkeypatch.setattr(wm, "draw_pictures", lambda *_: None)
+    config, steps = PRETRAINING_CASES["two players"], {"num_updates": 4, "log_every": 2, "batch_size": 16}
+    args = small_args(**steps, num_transitions=300, held_out_games=30, config=config, run_dir=str(tmp_path))
+    figures = wm.main(args)
+    world = wm.make_world_model(args, config, [args.seed], torch.device("cpu"))
+    world.load_state_dict(wm.load_checkpoint(figures["checkpoint"])["networks"]["world"])
+    held_out = wm.make_dataset([wm.collect_games(args, config, args.seed, "cpu")[1]])
+    (expected,) = wm.measure(world, config, held_out)
+    logged = lines_of(Path(figures["checkpoint"]).parent)[-1]
+    for name in ("exact_match", "obs_mse", "reward_mse", "end_accuracy"):
+        assert logged[f"wm/{name}"] == pytest.approx(expected[name], rel=1e-4)
+        assert figures[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,12 +175,13 @@ def plain_possible(config, old, new, reward):
 def test_whatever_the_weights_only_possible_boards(config):
     changed = taken = 0
     for seed in (10, 20):
-        data, n = dataset(config, 10, seed), config.num_players
+        data, n = dataset(config, 5, seed), config.num_players
+        data = wm.Dataset(*(x.expand(2, *x.shape[1:]) for x in data))
         world = make_model(config, (seed, seed + 1), scale=10.0)
-        board = data.board.expand(2, *data.board.shape[1:])
+        board = data.board
         for step in range(3):  # on real boards, then on its own, with any actions at all
-            joint = torch.randint(7, (2, *data.joint.shape[1:]), generator=seeded(seed + step))
-            p = wm.predict_boards(world, board, joint)
+            joint = torch.randint(7, data.joint.shape, generator=seeded(seed + step))
+            p = wm.predict_boards(world, data._replace(board=board, joint=joint))
             assert wm.is_possible(config, board, p.board, p.reward).all()
             players, before = p.board[:, :, :n].flatten(3), board[:, :, :n].flatten(3)
             assert set(p.board.unique().tolist()) <= {0, 1} and (players.sum(3) <= before.sum(3)).all()
@@ -189,7 +196,7 @@ def test_whatever_the_weights_only_possible_boards(config):
 
 @every_case
 def test_every_real_transition_is_possible_and_pays_a_payoff(config):
-    data = dataset(config, 100)
+    data = dataset(config, 40)
     assert wm.is_possible(config, data.board, data.next_board, data.reward).all()
     payoffs = torch.tensor(list(config.payoffs()))
     assert ((data.reward[0, :, None] - payoffs).abs().amin(1) < 1e-6).all() and len(data.reward.unique()) > 1
@@ -243,7 +250,7 @@ def test_the_same_weights_work_on_another_board():
     world, other = make_model(small, (3, 4), scale=10.0), make_model(large, (5, 6))
     other.load_state_dict(world.state_dict())
     data = dataset(large, 10)
-    p = wm.predict_boards(other, *(x.expand(2, *x.shape[1:]) for x in (data.board, data.joint)))
+    p = wm.predict_boards(other, wm.Dataset(*(x.expand(2, *x.shape[1:]) for x in data)))
     assert wm.is_possible(large, data.board, p.board, p.reward).all()
 
 
@@ -255,7 +262,9 @@ def test_a_player_is_judged_alike_by_every_observer(config):
     boards, joint = games.boards[:, :-1].flatten(0, 1), games.joint.flatten(0, 1)
     with torch.no_grad():
         world = make_model(config, (2,), scale=0.2)
-        outcome, taken, _ = world(boards.flatten(0, 1)[None], joint.flatten(0, 1)[None])
+        outcome, taken, _ = world(
+            boards.flatten(0, 1)[None], joint.flatten(0, 1)[None], torch.zeros(1, len(boards) * n)
+        )
     present = boards[:, :, :n].flatten(3).amax(3) > 0
     for logits in (outcome[0].unflatten(0, (-1, n)), taken[0].unflatten(0, (-1, n))):
         own = env.seats_to_ego(logits[:, :, 0])
@@ -277,13 +286,14 @@ def test_two_hunters_differ_from_one():
         (together, [HUNT_STAG, STAY, STAY]),
     ]
     boards, joints = torch.stack([b for b, _ in cases])[None], torch.tensor([[j for _, j in cases]])
-    payoff = world(boards, joints)[2][0].detach()
+    seat = torch.zeros(1, len(cases))
+    payoff = world(boards, joints, seat)[2][0].detach()
     distance = torch.cdist(payoff, payoff)
     same = {(1, 2), (2, 1)}  # a third player out of reach changes nothing
     for a in range(len(cases)):
         for b in range(len(cases)):
             assert a == b or bool(distance[a, b] < 1e-3) == ((a, b) in same), (a, b)
-    swapped = world(boards, joints[:, :, [0, 2, 1]])[2][0]
+    swapped = world(boards, joints[:, :, [0, 2, 1]], seat)[2][0]
     assert torch.allclose(swapped[3], payoff[3], atol=1e-4), "who of two equal players hunts does not matter"
 
 
@@ -314,7 +324,7 @@ def test_metrics_of_known_errors():
     new = torch.stack([board_of(config, *content) for content in later])
     joint = torch.tensor([[1, STAY], [HUNT_HARE, STAY], [HUNT_STAG, HUNT_STAG], [3, STAY]], dtype=torch.uint8)
     last_step, ended = torch.tensor([False, False, False, True]), torch.tensor([False, False, True, True])
-    one = wm.Dataset(old, joint, new, torch.tensor([0.0, 1.0, 5.0, 0.0]), last_step, ended)
+    one = wm.Dataset(old, joint, torch.zeros(4), new, torch.tensor([0.0, 1.0, 5.0, 0.0]), last_step, ended)
     data = wm.Dataset(*(torch.stack([x, x]) for x in one))
     p = wm.Prediction(*(x.clone() for x in perfect(data)))
     p.planes[1, 0, 3, 0, 0] = 0.5  # the stags' plane; does not show in the board
@@ -354,7 +364,7 @@ class Fake:
     def __len__(self):
         return 2
 
-    def __call__(self, board, joint, method):
+    def __call__(self, board, joint, seat, method):
         rows = zip(board[0].flatten(1).tolist(), joint[0].tolist(), strict=True)
         index = torch.tensor([self.known[*b, *j] for b, j in rows])
         new = torch.stack([self.data.next_board[0, index], board[1]])
@@ -363,11 +373,11 @@ class Fake:
         return new, torch.stack([self.data.reward[0, index], torch.zeros(len(index))])
 
 
-def test_steps_ahead_and_ensembles_against_plain_loops():
+def test_steps_ahead_against_plain_loops():
     config = Config(final_time=25)
     games = played(config, 20)
-    data = wm.make_dataset([games])
-    shares = wm.steps_ahead(Fake(data), [games], limit=10**6)
+    data = wm.make_dataset([games, games])
+    shares = wm.steps_ahead(Fake(data), [games, games], limit=10**6)
     for k in wm.STEPS_AHEAD:
         starts = [
             (g, t, i) for g, t, i in games.acted.nonzero().tolist() if t + k <= 25 and games.acted[g, t + k - 1, i]
@@ -375,10 +385,10 @@ def test_steps_ahead_and_ensembles_against_plain_loops():
         unchanged = [torch.equal(games.boards[g, t, i], games.boards[g, t + k, i]) for g, t, i in starts]
         expected = [1.0, sum(unchanged) / len(starts)]
         assert shares[f"exact_match/{k}"].tolist() == pytest.approx(expected, abs=1e-6)
-    (row,) = wm.measure(Fake(data), config, data, [games])
-    still = float((data.board == data.next_board).flatten(2).all(2).float().mean())
-    assert row["exact_match"] == pytest.approx((1 + still) / 2, abs=1e-6) and row["exact_match/20"] < row["exact_match"]
-    assert row["disagreement"] == pytest.approx(1 - still, abs=1e-6) and row["exact_match_when_agreed"] == 1.0
+    right, still = wm.measure(Fake(data), config, data, [games, games])
+    unchanged = float((data.board == data.next_board).flatten(2).all(2).float().mean())
+    assert right["exact_match"] == right["exact_match/20"] == 1.0
+    assert still["exact_match"] == pytest.approx(unchanged, abs=1e-6) and still["exact_match/20"] < still["exact_match"]
 
 
 def test_the_starts_of_a_look_ahead_come_from_all_games():
@@ -388,7 +398,7 @@ def test_the_starts_of_a_look_ahead_come_from_all_games():
         def __len__(self):
             return 1
 
-        def __call__(self, board, joint, method):
+        def __call__(self, board, joint, seat, method):
             shown.append(board[0])
             return board, torch.zeros(board.shape[:2])
 
@@ -414,7 +424,7 @@ def test_stacked_models_are_independent(head):
     config = PRETRAINING_CASES["two players"]
     data = wm.Dataset(*(x[:, :50] for x in dataset(config, 10)))
     world, alone = (make_model(config, seeds, wm_head=head) for seeds in ((7, 8), (8,)))
-    batch = [x.expand(2, *x.shape[1:]) for x in data[:4]]
+    batch = [x.expand(2, *x.shape[1:]) for x in data[:5]]
     loss = world(*batch, method="loss").mean(1)
     loss[0].backward()
     for p in world.parameters():
@@ -429,9 +439,53 @@ def test_channel_weights():
     losses = []
     for weights in (None, (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (3, 0, 0, 2, 0)):
         world = make_model(config, wm_head="pixel", wm_channel_weights=weights)
-        losses.append(world(*data[:4], method="loss").mean().item())
-    planes, paid = world(data.board, data.joint)
+        losses.append(world(*data[:5], method="loss").mean().item())
+    planes, paid = world(data.board, data.joint, data.seat)
     channel = (planes - data.next_board.float()).square().mean((0, 1, 3, 4)).detach()
     reward = (paid - data.reward).square().mean().item()
     expected = [float(channel.sum()) + reward] * 2 + [reward, float(3 * channel[0] + 2 * channel[3]) + reward]
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def hunts(config, sizes, seed):
+    """Transitions of a player that hunts a stag in parties of `sizes` [n]; the others stand there too, or somewhere"""
+    generator, n = seeded(seed), config.num_players
+    env = StagHuntEnv(config, len(sizes), "cpu", seed)
+    state = env.initial_state()
+    place = torch.rand(len(sizes), n - 1, generator=generator).argsort(1) + 1
+    others = torch.ones(len(sizes), n, dtype=torch.bool).scatter(1, place, torch.arange(n - 1) < sizes[:, None] - 1)
+    bystander = torch.rand(len(sizes), n, generator=generator) < 0.3
+    position = torch.where(others | bystander, state.prey_position[:, :1], state.position)
+    state = state._replace(position=position)
+    actions = torch.where(others, HUNT_STAG, STAY)
+    after, reward, _, _ = env.transition(state, actions)
+    seat = torch.randint(n, (len(sizes),), generator=generator)
+    rows = torch.arange(len(sizes))
+    wanted = others[rows, seat]
+    fields = env.observe(state)[rows, seat], env.seats_to_ego(actions)[rows, seat].byte(), seat
+    fields += env.observe(after)[rows, seat], reward[rows, seat], torch.zeros_like(wanted), torch.zeros_like(wanted)
+    return wm.Dataset(*(x[wanted][None] for x in fields))
+
+
+def payoffs_right(config, train, held_out, updates):
+    """Share of payoffs that a trained model predicts right"""
+    args = small_args(wm_hidden=64, batch_size=128, num_updates=updates, learning_rate=5e-3)
+    world = wm.make_world_model(args, config, [1], torch.device("cpu"))
+    wm.train(args, world, torch.optim.Adam(world.parameters()), train, 0, updates)
+    found = wm.predict_boards(world, held_out).reward
+    return float(((found - held_out.reward).abs() < 1e-3).float().mean())
+
+
+def test_a_party_of_four_is_not_paid_as_one_of_three():
+    """Though only one hunt in a hundred is by four: the model must not extrapolate from the others"""
+    config = Config()
+    sizes = torch.tensor([2] * 60 + [3] * 39 + [4]).repeat(40)
+    four = torch.full((100,), 4)
+    assert payoffs_right(config, hunts(config, sizes, 1), hunts(config, four, 2), 60) == 1.0
+
+
+def test_payoffs_of_players_that_differ_in_strength():
+    """The games of all seats teach one model, so it must be told who it is."""
+    config = Config(num_players=3, strengths=(1.0, 2.0, 5.0))
+    sizes = torch.tensor([2, 3]).repeat(1000)
+    assert payoffs_right(config, hunts(config, sizes, 1), hunts(config, sizes[:400], 2), 150) > 0.97

@@ -6,17 +6,6 @@ import random
 import time
 import warnings
 
-import gymnasium
-import numpy as np
-import pytest
-import torch
-from gymnasium.utils.env_checker import check_env
-from helpers import global_generators, stir_global_generators
-from pettingzoo.test import parallel_api_test, parallel_seed_test
-from pettingzoo.test.state_test import test_state as check_state
-from pettingzoo.test.state_test import test_state_space as check_state_space
-from pettingzoo.utils.conversions import parallel_to_aec
-
 from stag_hunt_env import (
     PLAYER_PROBS,
     POPULATION,
@@ -30,6 +19,17 @@ from stag_hunt_env import (
     render_rgb,
     write_gif,
 )
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from helpers import global_generators, stir_global_generators
+from pettingzoo.test import parallel_api_test, parallel_seed_test
+from pettingzoo.test.state_test import test_state as check_state
+from pettingzoo.test.state_test import test_state_space as check_state_space
+from pettingzoo.utils.conversions import parallel_to_aec
 
 CONFIGS = [
     StagHuntConfig(),
@@ -488,13 +488,12 @@ def test_a_player_may_be_added(monkeypatch):
 def test_masks_are_those_of_the_learners_seat(learner):
     seats = ["learner" if seat == learner else "random" for seat in range(3)]
     env = StagHuntGymEnv(height=3, width=3, num_players=3, num_hares=2, seats=seats)
-    of_seat_0 = 0
-    for seed in range(10):
+    seen = set()
+    for seed in range(4):
         (observation, _), over = env.reset(seed=seed), False
         while not over:
             mask = env.action_masks()
             assert mask.tolist() == observation["action_mask"].astype(bool).tolist()
-            first = env.parallel_env.core.legal_actions(env.parallel_env._batch())[0, 0]
-            of_seat_0 += mask.tolist() == first.tolist()
-            observation, _, over, _, _ = env.step(4)
-    assert of_seat_0 < 200, "seat 0 may do other things"
+            seen.add(tuple(mask))
+            observation, _, over, _, _ = env.step(int(np.flatnonzero(mask)[0]))
+    assert len(seen) > 3

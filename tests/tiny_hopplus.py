@@ -1,10 +1,10 @@
 """Tiny experiments of hopplus_ppo.py, and what they saw and did"""
 
-import torch
-from helpers import TINY_FLAGS
-
 import hopplus_ppo as hop
 from stag_hunt_env import copy_state, seats_table
+
+import torch
+from helpers import TINY_FLAGS
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,11 @@ def make_state(method="hopplus", watch=False, **changes):
 
 def play(state, num_steps):
     return hop.rollout(state.args, state.env, state.seats, state.networks, state.rollout_state, num_steps)
+
+
+def train(state):
+    """One iteration that trains everything"""
+    return hop.train_iteration(state, True, True)
 
 
 def one_step(transitions, t):

@@ -20,6 +20,10 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+import stag_hunt_env as game
+from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
+
 import numpy as np
 import torch
 from torch import nn
@@ -27,10 +31,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-import stag_hunt_env as game
-from stag_hunt_env import NUM_ACTIONS, STAY, Count, Fraction, NonNegative, Positive, StagHuntConfig, StagHuntEnv, Whole
+FORMAT = "ppo-gru-1"  # of a checkpoint
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device.
 
@@ -374,7 +375,7 @@ def save_checkpoint(path: Path, args: Args, agent: Agent, number: int) -> None:
     """The weights of one seed, [1, ...] each. Written under another name first: what stands at `path` is whole"""
     weights = {name: p[number : number + 1].cpu().clone() for name, p in agent.state_dict().items()}
     flags = dataclasses.asdict(args) | {"seed": args.seed + number, "num_seeds": 1}
-    torch.save({"format": "ppo-gru-1", "args": flags, "agent": weights}, f"{path}.part")
+    torch.save({"format": FORMAT, "args": flags, "agent": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
 
 
@@ -385,6 +386,11 @@ def main(args: Args) -> dict[str, float]:
     game.refuse(learners != 1, f"--seats {args.seats}: there must be 1 learner, not {learners}")
     games, minibatches = args.num_envs, args.num_minibatches
     game.refuse(minibatches > games, f"--num-minibatches {minibatches} exceeds --num-envs {games}")
+    game.check_run_flags(args)
+    samples = args.num_seeds * args.num_envs * args.num_steps
+    size = 4 * samples * (math.prod(args.config.observation_shape) + 8 * args.hidden)
+    size += 48 * args.num_seeds * args.hidden**2
+    game.check_memory({"--num-envs, --num-steps, --hidden, --num-seeds": size}, game.resolve_device(args.device))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.set_float32_matmul_precision("high")  # on a GPU: tf32
     env, _, agent, optimizer, _ = training = make_training(args)
