@@ -49,7 +49,8 @@ from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
 
 # Before `import torch`: its threads wait for each other by spinning, so beside any other busy program they stand in
 # their own way. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this 17 s; one alone 10 s,
-# with this 15 s. (Read by GNU's OpenMP, that of torch on Linux, on x86 and ARM.)
+# with this 15 s. On two ARM cores: alone 15 and 16 s; side by side it helps less, OMP_NUM_THREADS=1 does. (Read by
+# GNU's OpenMP, that of torch on Linux.)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
