@@ -54,7 +54,7 @@ TINY = {  # flags for runs of a second
 }
 
 
-@pytest.mark.parametrize(("script", "flags"), [("ppo", "--method ppo"), ("ppo", ""), ("mcts", "--num-simulations 2")])
+@pytest.mark.parametrize(("script", "flags"), [("ppo", "--method ppo"), ("mcts", "--num-simulations 2")])
 def test_speed(script, flags, tmp_path):
     args = speed.Args(flags=f"{flags} {SMALL}", script=script, repeats=1, device="cpu", folder=str(tmp_path))
     (row,) = speed.main(args)
