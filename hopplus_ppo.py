@@ -1587,10 +1587,11 @@ class Timer:
 def check_resume(args, saved) -> None:
     """Refuses flags that differ from those of the run that goes on; MAY_CHANGE lists those that may."""
     here, there = (vars(flags) | vars(flags.config) for flags in (args, saved))
-    for name in here.keys() - {"config", *MAY_CHANGE}:
-        flag, was = f"--{name.replace('_', '-')}", there[name]
-        may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
-        game.refuse(here[name] != was, f"{flag} {here[name]}: the resumed run has {was}; only {may} may change")
+    may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
+    for name, value in here.items():
+        if name not in ("config", *MAY_CHANGE):
+            flag, was = f"--{name.replace('_', '-')}", there[name]
+            game.refuse(value != was, f"{flag} {value}: the resumed run has {was}; only {may} may change")
 
 
 @contextlib.contextmanager
