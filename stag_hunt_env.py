@@ -335,6 +335,14 @@ class StagHuntEnv:
         everybody = self.one_hot[self.seats_to_ego(players)]  # [B, N, N, words]
         return torch.cat([everybody, shared.expand(-1, config.num_players, -1, -1)], 2)
 
+    def cells(self, state: State) -> Tensor:
+        """uint8 [B, N, N + P]: in each player's ego order the cell of everybody, then of each prey; H*W: not there"""
+        nowhere = self.config.num_cells
+        players = torch.where(state.present, state.position, nowhere)
+        prey = torch.where(state.prey_alive, state.prey_position, nowhere)
+        prey = prey[:, None].expand(-1, self.config.num_players, -1)
+        return torch.cat([self.seats_to_ego(players), prey], 2).to(torch.uint8)
+
     def clock(self, state: State) -> Tensor:
         """float [B]: the share of the game's time that has passed"""
         return state.time / self.config.final_time
@@ -371,11 +379,15 @@ class StagHuntEnv:
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `transition`, but returns the observation [B, N, C, H, W]: the new game's where one ended."""
+        reward, present_before, done = self.advance(actions)
+        return self.observe(self.state), reward, present_before, done
+
+    def advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `step`, without the observation"""
         self._check_actions(actions, self.state)
-        planes, reward, present_before, done = self._advance(actions)
+        reward, present_before, done = self._advance(actions)
         self._refill(self._uniform(self.deals_per_step))
-        observation = planes.view(torch.uint8).unflatten(-1, self.config.observation_shape[1:])
-        return observation, reward, present_before, done
+        return reward, present_before, done
 
     def _advance(self, actions):
         state, reward, present_before, done = self._transition(self.state, actions)
@@ -388,7 +400,7 @@ class StagHuntEnv:
             rows = done if new.dim() == 1 else ended
             last.copy_(torch.where(rows, new, last))
             now.copy_(torch.where(rows, deal, new))
-        return self._planes(self.state), reward, present_before, done
+        return reward, present_before, done
 
     def _refill(self, uniform):
         deals = self._deal(uniform)
@@ -460,6 +472,17 @@ def copy_nested_(kept: dict, saved: dict, name: str = "", check_only: bool = Fal
             refuse(was != here, f"{path} was saved as {was}, but here it is {here}")
         else:
             tensor.copy_(value)
+
+
+def planes(config: StagHuntConfig, cells: Tensor, walls: Tensor) -> Tensor:
+    """uint8 [..., C, H, W] of boards in ego order: cells [..., N + P] as `StagHuntEnv.cells` gives them,
+    walls [..., H*W] (one 0 where the game has none)"""
+    number = torch.arange(config.num_cells, device=cells.device)
+    one_hot = (cells[..., None] == number).to(torch.uint8)  # [..., N + P, H*W]
+    players, stags, hares = one_hot.split([config.num_players, config.num_stags, config.num_hares], -2)
+    walls = walls.to(torch.uint8).expand(*walls.shape[:-1], config.num_cells)
+    shared = torch.stack([walls, stags.sum(-2, dtype=torch.uint8), hares.sum(-2, dtype=torch.uint8)], -2)
+    return torch.cat([players, shared], -2).unflatten(-1, (config.height, config.width))
 
 
 def _distinct(uniform, n):
