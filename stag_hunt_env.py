@@ -30,6 +30,7 @@ as `random`); `waiting` (walks to the nearest stag and stays there); `switching`
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -39,8 +40,10 @@ import os
 import random
 import re
 import reprlib
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -72,6 +75,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from pettingzoo import ParallelEnv
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTION_NAMES = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
@@ -142,6 +146,11 @@ class StagHuntConfig:
     @property
     def num_cells(self) -> int:
         return self.height * self.width
+
+    @property
+    def num_wall_cells(self) -> int:
+        """As how many numbers scripts keep the walls: one 0 where there are none"""
+        return self.num_cells if self.max_wall_pieces else 1
 
     @property
     def observation_shape(self) -> tuple[int, int, int]:
@@ -1133,6 +1142,198 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
         what = "lower --num-envs, --num-steps, --num-seeds, the number of samples or trees, the widths or the board"
         print(f"error: too large for this machine's memory; {what}", file=sys.stderr)
         sys.exit(2)
+
+
+# Runs: the folders, log and checkpoint of a training script
+
+
+@contextlib.contextmanager
+def never_fatal(what: str):
+    """Whatever goes wrong inside is reported in one line: TensorBoard never costs a run"""
+    try:
+        yield
+    except Exception as error:
+        print(f"could not {what}: {type(error).__name__}: {error}; the run goes on")
+
+
+class Run:
+    """The folders of a run, one per seed, locked: args.json, TensorBoard, metrics.jsonl;
+    checkpoint.pt in the first"""
+
+    def __init__(self, args, label: str, checkpoint: dict | None, step: int):
+        """A new run's, or the resumed one's as they were at `step`, where its checkpoint lies, also
+        if it was moved"""
+        import fcntl  # not on Windows, where the game runs all the same
+
+        from torch.utils.tensorboard import SummaryWriter
+
+        stamp = int(time.time())
+        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+            stamp += 1
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        names = [f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+        self.folders = [Path(args.run_dir) / name for name in names]
+        if checkpoint:
+            first = Path(args.resume).resolve().parent
+            names = checkpoint["folders"]
+            if first.name != names[0]:  # it was copied
+                names = [f"{first.name}__{seed}" for seed in seeds]
+            self.folders = [first, *(first.parent / name for name in names[1:])]
+        checkpoint_path = f"../{self.folders[0].name}/checkpoint.pt"
+        flags = {**dataclasses.asdict(args), "checkpoint": checkpoint_path}
+        self.flags = {name: str(value) for name, value in flags.items()}
+        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
+        threading.excepthook = lambda _: None  # of TensorBoard's thread: never_fatal says it
+        try:
+            self.folders[0].mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folders[0] / "lock", "w")  # noqa: SIM115, held until the end
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for folder in self.folders:
+                folder.mkdir(exist_ok=True)
+                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+                keep_rows(folder / "metrics.jsonl", step)
+            self.writers = [SummaryWriter(folder, purge_step=step + 1) for folder in self.folders]
+        except BlockingIOError as error:
+            raise UserError(f"{self.folders[0]} is in use by another process") from error
+        except OSError as error:
+            where = error.filename or self.folders[0]
+            raise UserError(f"could not write to {where}: {error.strerror}") from error
+        for writer in self.writers:
+            with never_fatal("write to TensorBoard"):
+                writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+
+    def log(self, step: int, rows: list[dict[str, float]]) -> None:
+        """One row per seed. JSON has no NaN (a chart of games when none ended, say): null"""
+        for folder, writer, row in zip(self.folders, self.writers, rows, strict=True):
+            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            try:
+                with open(folder / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps({"steps": step, **finite}) + "\n")
+            except OSError as error:
+                saved = (self.folders[0] / "checkpoint.pt").exists()
+                kept = ", the last checkpoint is safe" if saved else ""
+                path = folder / "metrics.jsonl"
+                raise UserError(f"could not write {path}{kept}: {error.strerror}") from error
+            with never_fatal("write to TensorBoard"):
+                for name, value in row.items():
+                    writer.add_scalar(name, value, step)
+
+    def save(self, content: dict, name: str = "checkpoint.pt") -> None:
+        """Written aside and renamed: what stands there is always whole, also after a power cut. A
+        checksum follows the archive."""
+        path = self.folders[0] / name
+        content = {**content, "folders": [folder.name for folder in self.folders]}
+        try:
+            torch.save(content, f"{path}.part")
+            with open(f"{path}.part", "r+b") as file:
+                file.write(hashlib.file_digest(file, "sha256").digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{path}.part", path)
+        except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
+            earlier = ", an earlier one there is untouched" if path.exists() else ""
+            reason = str(error).splitlines()[0]
+            raise UserError(f"could not write {path}{earlier}: {reason}") from error
+
+    @never_fatal("write to TensorBoard")
+    def add_hparams(self, results: list[dict[str, float]]) -> None:
+        """Results of each seed beside the flags, for TensorBoard's page of that name"""
+        for writer, result in zip(self.writers, results, strict=True):
+            writer.add_hparams(self.flags, result, run_name=".")
+
+    def close(self) -> None:
+        for writer in self.writers:
+            with never_fatal("write to TensorBoard"):
+                writer.close()
+        self.lock.close()
+        threading.excepthook = threading.__excepthook__
+
+
+def keep_rows(path: Path, last_step: int) -> None:
+    """Drops what was logged after the checkpoint, and what cannot be read"""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)["steps"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            print(f"{path}: line {number} is broken, it is left out")
+    if last_step and not kept:
+        print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
+    Path(f"{path}.part").write_text("".join(kept))
+    os.replace(f"{path}.part", path)
+
+
+def load_checkpoint(path: str | Path, expected: str, keys: dict[str, type]) -> dict:
+    """path: the checkpoint, or the run folder of any seed; expected: its format; keys: what it must
+    hold -> of which type"""
+    path = find_checkpoint(path)
+    data = path.read_bytes()
+    damaged = hashlib.sha256(data[:-32]).digest() != data[-32:]
+    start = f"{path} ({len(data)} bytes) is damaged, cut short or no checkpoint"
+    refuse(damaged, f"{start}: its checksum is wrong")
+    try:
+        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch makes of an archive that somebody else wrote
+        raise UserError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
+    kind = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
+    what = f"it is {kind!r}, not {expected!r}"
+    refuse(kind != expected, f"{path} is no checkpoint of this script: {what}")
+    for key, key_type in keys.items():
+        value = saved.get(key)
+        negative = key_type in (int, float) and isinstance(value, key_type) and value < 0
+        wrong = not isinstance(value, key_type) or value == [] or negative
+        refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
+    if "problem" in saved:  # kept to be looked at
+        print(f"{path} was kept because {saved['problem']}")
+        return saved
+    for name, x in tree_leaves_with_path(saved):
+        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
+        refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
+    return saved
+
+
+def flag(name: str) -> str:
+    """As it is typed"""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_resume(args, saved, may_change: tuple[str, ...]) -> None:
+    """Refuses flags that differ from those of the run that goes on, but for those that may"""
+    saved_flags = vars(saved) | vars(saved.config)
+    changeable = ", ".join(map(flag, may_change))
+    for name, value in (vars(args) | vars(args.config)).items():
+        was = saved_flags[name]
+        if name not in ("config", "device", "resume", *may_change) and value != was:
+            start = f"{flag(name)} {value}: the resumed run has {was}"
+            raise UserError(f"{start}; only {changeable} may change")
+
+
+@contextlib.contextmanager
+def stop_requests():
+    """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at
+    once"""
+    asked = []
+    handlers = {}
+
+    def ask(number, _):
+        asked.append(number)
+        os.write(2, b"\nstopping after this iteration; once more: at once\n")
+        for each in handlers:
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+# Watch a game
 
 
 @dataclasses.dataclass
