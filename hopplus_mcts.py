@@ -2,36 +2,32 @@
 grow at once on the device, and the policy learns from what the search finds. See `diff hopplus_ppo.py hopplus_mcts.py`.
 
     python hopplus_mcts.py                                        # HOP+ with tree search on 4x4
-    python hopplus_mcts.py --method hop                           # HOP as published (hop-ours: with our additions)
+    python hopplus_mcts.py --method hop                           # HOP as published (hop-ours: and more)
     python hopplus_mcts.py --root gumbel --num-simulations 32     # another root
     python hopplus_mcts.py --planner one-step                     # look one step ahead (none: act by the policy)
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
-    torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # the games split over 8 GPUs, gradients averaged
+    torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # the games split over 8 GPUs
     python evaluation/evaluate.py runs/RUN -- --planner none      # frozen; also adapt.py and cross_play.py
     python benchmarks/search.py --checkpoint runs/RUN/checkpoint.pt    # where a search's time goes, and a tree
 
-Axes: S seeds, E games per seed, B = S*E games, N seats, M learners, T steps (in a search: trees), C planes, H W board,
-A actions, D subgoal, K co-players, n rows of any kind. What a learner reads or predicts about players is in its ego
-order: itself first. `docs/hopplus_mcts.md` explains every metric, `docs/editing.md` shows four edits.
+Axes: S seeds, E games per seed, B = S*E games, N players, P prey, M learners, T steps (in a search: trees), A actions,
+D subgoal, K co-players, n rows of any kind. What a learner reads or predicts about players is in its ego order: itself
+first. A board is uint8 [N + P]: the cell of each player and of each prey, H*W for what is not there.
+`docs/hopplus_mcts.md` explains every metric, `docs/editing.md` shows five edits.
 """
 
 import collections
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import functools
 import hashlib
-import io
 import itertools
-import json
 import math
 import os
-import re
 import shlex
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -48,6 +44,7 @@ from stag_hunt_env import (
     StagHuntConfig,
     StagHuntEnv,
     Whole,
+    refuse,
 )
 
 import numpy as np
@@ -56,11 +53,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "hopplus_mcts.py 13"  # of a checkpoint
+FORMAT = "hopplus_mcts.py 14"  # of a checkpoint
 KEYS = {  # in it
     "args": dict,
     "iteration": int,
@@ -70,155 +66,132 @@ KEYS = {  # in it
     "folders": list,
     "seconds": float,
 }
-PRETRAINED_KEYS = {"must_match": dict, "networks": dict}  # in a checkpoint of pretraining
-MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds", "num_pictures", "run_dir", "device", "resume")
+PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
+    "vae_checkpoint": ("pretrain_vae.py 9", ("prior", "inference", "moa")),
+    "world_model_checkpoint": ("pretrain_world_model.py 9", ("world",)),
+}
+PRETRAINED_KEYS = {"must_match": dict, "networks": dict}
+MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds")  # when a run is resumed
+PICTURES = 10  # how often in a run histograms go to TensorBoard
 
-# ---- Arguments. Class defaults are for a GPU; make_args changes them by device and method.
+# ---- Arguments. The class defaults are those of HOP+ on a GPU; DEFAULTS has the others.
 
 
 @dataclasses.dataclass
 class RunArgs:
-    exp_name: str = Path(__file__).stem
-    """first part of the run's name"""
+    exp_name: str = Path(__file__).stem  # first part of the run's name
     method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop", "hop-ours"] = "hopplus-mcts"
-    """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search; HOP; HOP and more"""
+    """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search;
+    HOP; HOP and more"""
     seed: Whole = 1
-    """seed of the first experiment; the others count up from it, but are not what --seed 2, 3, ... alone would be"""
+    """seed of the first experiment; the others count up, but are not what --seed 2, 3, ... alone
+    would be"""
     num_seeds: Count = 1
     """S, complete experiments side by side, each with its own weights and TensorBoard run"""
-    total_timesteps: Count = 2_000_000
-    """env steps per seed"""
-    share_parameters: bool = False
-    """one set of networks for all learners of a seed"""
+    total_timesteps: Count = 2_000_000  # env steps per seed
+    share_parameters: bool = False  # one set of networks for all learners of a seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: on the GPU if there is one"""
-    run_dir: str = "runs"
-    """folder in which the runs' folders are made"""
+    run_dir: str = "runs"  # folder in which the runs' folders are made
     resume: str | None = None
-    """continue the run of this checkpoint or run folder, bit for bit, on the same kind of device, with its flags; a
-    larger --total-timesteps extends it, --log-every, --save-seconds, --num-pictures and --run-dir may change too"""
-    log_every: Count = 5
-    """iterations between two rows in the logs"""
-    log_details: bool = False
-    """log every metric, not only the main ones"""
-    num_pictures: Whole = 10
-    """how often in a run histograms and pictures go to TensorBoard"""
-    save_seconds: NonNegative = 60.0
-    """seconds between two checkpoints"""
+    """continue the run of this checkpoint or run folder, bit for bit, on the same kind of device,
+    with its flags; a larger --total-timesteps extends it, --log-every and --save-seconds may change
+    too"""
+    log_every: Count = 5  # iterations between two rows in the logs
+    save_seconds: NonNegative = 60.0  # seconds between two checkpoints
 
 
 @dataclasses.dataclass
 class PPOArgs:
-    num_envs: Count = 256
-    """E, games per seed"""
-    num_steps: Count = 32
-    """T, steps of each game per iteration"""
+    num_envs: Count = 256  # E, games per seed
+    num_steps: Count = 32  # T, steps of each game per iteration
     learning_rate: Positive = 1e-3
-    """Adam's step size; on a GPU 5e-4 is safer without imagination and search: else teams often settle on hares"""
-    anneal_lr: bool = True
-    """let it fall linearly to a tenth"""
+    """Adam's step size; on a GPU 5e-4 is safer without imagination and search: else teams often
+    settle on hares"""
+    anneal_lr: bool = True  # let it fall linearly to a tenth
     policy_hidden: Count = 128
     """width of the policy's encoder, of the layers that actor and critic share and of their own"""
-    update_epochs: Count = 4
-    """passes over each batch"""
-    num_minibatches: Count = 4
-    """minibatches per pass"""
-    gamma: Fraction = 0.99
-    """discount"""
+    update_epochs: Count = 4  # passes over each batch
+    num_minibatches: Count = 4  # minibatches per pass
+    gamma: Fraction = 0.99  # discount
     gae_lambda: Fraction = 0.95
     """lambda of generalised advantage estimation (1: Monte Carlo returns)"""
-    clip_coef: Positive = 0.2
-    """clip range of the ratio"""
-    clip_vloss: bool = False
-    """clip the value loss too: the larger error of the new value and of that clipped to the old one +- clip_coef"""
-    ent_coef: NonNegative = 0.03
-    """weight of the entropy"""
-    vf_coef: NonNegative = 0.5
-    """weight of the value loss"""
-    max_grad_norm: Positive = 0.5
-    """clip each learner's gradient to this norm (the models': 1)"""
+    clip_coef: Positive = 0.2  # clip range of the ratio
+    ent_coef: NonNegative = 0.03  # weight of the entropy
+    vf_coef: NonNegative = 0.5  # weight of the value loss
+    max_grad_norm: Positive = 0.5  # clip each learner's gradient to this norm (the models': 1)
 
 
 @dataclasses.dataclass
 class OpponentArgs:
     subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"] = "inferred"
-    """what the policy reads about each co-player: nothing; MOA's prediction, a MOA without subgoals; q_phi's mean; the
-    exact Bayes posterior; who it is; belief in stag or hare; nothing, and MOA HOP's belief"""
+    """what the policy reads about each co-player: nothing; MOA's prediction, a MOA without
+    subgoals; q_phi's mean; the exact Bayes posterior; who it is; belief in stag or hare; nothing,
+    and MOA HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
-    goal_dim: Count = 16
-    """D, the size of a subgoal (discrete: the number of categories)"""
-    subgoal_hidden: Count = 64
-    """width of the subgoal networks and the MOA"""
+    goal_dim: Count = 16  # D, the size of a subgoal (discrete: the number of categories)
+    subgoal_hidden: Count = 64  # width of the subgoal networks and the MOA
     subgoal_selection: Literal["conservative", "optimistic", "final"] = "conservative"
-    """s^g in hindsight: the next state of lowest or of highest V(s, g); or the last before the co-player left"""
-    subgoal_horizon: Count = 5
-    """how many states ahead s^g is looked for"""
+    """s^g in hindsight: the next state of lowest or of highest V(s, g); or the last before the
+    co-player left"""
+    subgoal_horizon: Count = 5  # how many states ahead s^g is looked for
     hindsight_eps: Fraction = 0.5
     """share of MOA's training that reads hindsight subgoals, at the start; falls to 0 halfway"""
     kl_coef: NonNegative = 1e-3
-    """weight of KL(q_phi || f_psi(s^g)), and in pretraining of f_psi's KL to a standard normal (0.01: it collapses)"""
-    moa_data: Literal["present", "rewarded"] = "present"
-    """steps that MOA and q_phi learn from: co-player on the board; and in a game in which it scored"""
-    inter_episode_belief: bool = True
-    """keep the history of each co-player from game to game"""
+    """weight of KL(q_phi || f_psi(s^g)), and in pretraining of f_psi's KL to a standard normal
+    (0.01: it collapses)"""
     memory_discount: Fraction = 0.9
-    """what of it is left at the start of the next game; above 1 - history_reset_prob it outgrows what training shows"""
+    """what is left of the history of each co-player at the start of the next game (0: nothing);
+    above 1 - history_reset_prob it outgrows what training shows"""
     history_reset_prob: Fraction = 0.1
-    """how often, in training, all of it is reset after a game: else nobody learns to play with strangers"""
+    """how often, in training, all of it is reset after a game: else nobody learns to play with
+    strangers"""
     subgoal_learning_rate: Positive = 1e-3
     """q_phi and MOA: Adam's step size (in pretraining 3e-3, falling)"""
-    subgoal_updates: Whole = 4
-    """q_phi and MOA: updates per training iteration (0: do not train them)"""
-    subgoal_period: Count = 1
-    """q_phi and MOA: train in every k-th iteration"""
-    subgoal_batch_size: Count = 64
-    """q_phi and MOA: windows of T steps per update and learner"""
+    subgoal_updates: Whole = 4  # q_phi and MOA: updates per iteration (0: do not train them)
+    subgoal_batch_size: Count = 64  # q_phi and MOA: windows of T steps per update and learner
     vae_checkpoint: str | None = None
-    """start f_psi, q_phi and MOA from this checkpoint of pretrain_vae.py instead of pretraining here"""
+    """start f_psi, q_phi and MOA from this checkpoint of pretrain_vae.py instead of pretraining
+    here"""
     pretraining_updates: Whole = 800
     """updates of each model on rule-based games before the first iteration"""
-    pretraining_games: Count = 1024
-    """rule-based games at a time, per seed"""
+    pretraining_games: Count = 1024  # rule-based games at a time, per seed
     offline_ratio: Fraction = 0.5
-    """share of the models' samples that are games of rule-based players, played beside the learners' own"""
+    """share of the models' samples that are games of rule-based players, played beside the
+    learners' own"""
 
 
 @dataclasses.dataclass
 class WorldModelArgs:
-    wm_hidden: Count = 128
-    """width of the hidden layers"""
-    wm_learning_rate: Positive = 1e-3
-    """Adam's step size (in pretraining 2e-3, falling)"""
-    wm_updates: Whole = 4
-    """updates per training iteration (0: do not train it)"""
-    wm_period: Count = 1
-    """train in every k-th iteration"""
-    wm_batch_size: Count = 1024
-    """transitions per update and learner"""
+    wm_hidden: Count = 128  # width of the hidden layers
+    wm_learning_rate: Positive = 1e-3  # Adam's step size (in pretraining 2e-3, falling)
+    wm_updates: Whole = 4  # updates per iteration (0: do not train it)
+    wm_batch_size: Count = 1024  # transitions per update and learner
     world_model_checkpoint: str | None = None
     """start from this checkpoint of pretrain_world_model.py instead of pretraining here"""
     replay_rollouts: Count = 4
-    """R, the last iterations that the models learn and imagine from; in every R-th they watch new rule-based games"""
+    """the last iterations that the models learn and imagine from; as often they watch new
+    rule-based games"""
 
 
 @dataclasses.dataclass
 class ImaginationArgs:
-    imagination: bool = True
-    """learn from imagined rollouts too"""
-    imagination_horizon: Count = 8
-    """most steps of an imagined rollout"""
+    imagination: bool = True  # learn from imagined rollouts too
+    imagination_horizon: Count = 8  # most steps of an imagined rollout
     trust_exact_match: Fraction = 0.99
-    """adaptive horizon: k steps are imagined if this share of k-step predictions is exact (0: always all)"""
+    """adaptive horizon: k steps are imagined if this share of k-step predictions is exact (0:
+    always all)"""
     ppo_real_ratio: Fraction = 0.2
-    """share of real samples in PPO's batch, imagined ones after an end or a cut counted too (1: plain PPO)"""
+    """share of real samples in PPO's batch, imagined ones after an end or a cut counted too (1:
+    plain PPO)"""
     critic_data: Literal["real", "mixed"] = "real"
     """what the critic learns from: real samples, or imagined ones too"""
-    imagined_weight: NonNegative = 1.0
-    """weight of an imagined sample beside a real one"""
+    imagined_weight: NonNegative = 1.0  # weight of an imagined sample beside a real one
     imagined_goals: Literal["current", "prior"] = "current"
-    """which subgoals imagined co-players have: those of the replay; prior: in every second rollout those of rule-based
-    games, from which it then starts, so that the policy learns to answer goals that self-play never shows"""
+    """which subgoals imagined co-players have: those of the replay; prior: in every second rollout
+    those of rule-based games, from which it then starts, so that the policy learns to answer goals
+    that self-play never shows"""
 
 
 @dataclasses.dataclass
@@ -226,81 +199,149 @@ class SearchArgs:
     planner: Literal["mcts", "one-step", "none"] = "mcts"
     """how the learners act: by tree search; by looking one step ahead; by their policy"""
     root: Literal["puct", "gumbel"] = "puct"
-    """pUCT everywhere; or Gumbel MuZero, noise and halving at the root and the improved policy below it"""
-    num_simulations: Count = 16
-    """simulations per tree"""
+    """pUCT everywhere; or Gumbel MuZero, noise and halving at the root and the improved policy
+    below it"""
+    num_simulations: Count = 16  # simulations per tree
     num_trees: Count = 2
     """trees per decision, each with other subgoals of the co-players; their Q are averaged"""
     puct: NonNegative = 1.0
     """pUCT's weight of the policy's priors, with Q in units of the highest payoff"""
     q_temperature: Positive = 50.0
-    """beta: the search plays softmax(beta * Q + search_prior * log policy), with Q in the same units"""
-    search_prior: NonNegative = 1.0
-    """see there; the Gumbel root always has 1"""
-    max_depth: Count = 32
-    """deepest a tree may grow"""
+    """beta: the search plays softmax(beta * Q + search_prior * log policy), with Q in the same
+    units"""
+    search_prior: NonNegative = 1.0  # see there; the Gumbel root always has 1
+    max_depth: Count = 32  # deepest a tree may grow
     search_model: Literal["env", "world-model"] = "world-model"
     """the game's own rules, or the learned world model, whatever its trusted horizon"""
     infer_in_tree: bool = False
     """infer the co-players' subgoals anew at every node, instead of once at the root"""
     policy_loss: Literal["distill", "ppo"] = "distill"
-    """what the policy learns from steps that were searched: cross-entropy to the search's policy, or PPO"""
+    """what the policy learns from steps that were searched: cross-entropy to the search's policy,
+    or PPO"""
 
 
 @dataclasses.dataclass
 class SpeedArgs:
-    cudagraphs: bool = True
-    """on a GPU: replay whole iterations as CUDA graphs"""
+    cudagraphs: bool = True  # on a GPU: replay whole iterations as CUDA graphs
     compile: bool = False
     """on a GPU: fuse game, networks and losses with torch.compile; takes a minute at the start"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """on a GPU: matrix products in float32; in tf32; in bfloat16 (the models' training stays in tf32)"""
+    """on a GPU: matrix products in float32; in tf32; in bfloat16 (the models' training stays in
+    tf32)"""
 
 
 @dataclasses.dataclass
-class Args(RunArgs, game.SeatFlags, PPOArgs, OpponentArgs, WorldModelArgs, ImaginationArgs, SearchArgs, SpeedArgs):
+class Args(
+    RunArgs,
+    game.SeatFlags,
+    PPOArgs,
+    OpponentArgs,
+    WorldModelArgs,
+    ImaginationArgs,
+    SearchArgs,
+    SpeedArgs,
+):
     config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
 
 
-GROUPS = {"run": RunArgs, "game": StagHuntConfig, "seats": game.SeatFlags, "ppo": PPOArgs}
-GROUPS |= {"opponent_model": OpponentArgs, "world_model": WorldModelArgs, "imagination": ImaginationArgs}
-GROUPS |= {"search": SearchArgs, "speed": SpeedArgs}
+GROUPS = {  # the boxes of --help
+    "run": RunArgs,
+    "game": StagHuntConfig,
+    "seats": game.SeatFlags,
+    "ppo": PPOArgs,
+    "opponent_model": OpponentArgs,
+    "world_model": WorldModelArgs,
+    "imagination": ImaginationArgs,
+    "search": SearchArgs,
+    "speed": SpeedArgs,
+}
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 BAYES = ("bayes", "hop")  # those that are stag or hare, by Bayes' rule
-METHODS = {
-    "ppo": {"subgoals": "none", "imagination": False, "inter_episode_belief": False, "planner": "none"},
-    "ppo-omg": {"subgoals": "inferred", "imagination": False, "inter_episode_belief": True, "planner": "none"},
-    "hopplus": {"subgoals": "inferred", "imagination": True, "inter_episode_belief": True, "planner": "none"},
-    "hopplus-mcts": {"imagination": False, "total_timesteps": 600_000},
-    "hop-ours": {"imagination": False, "total_timesteps": 600_000, "subgoals": "bayes", "goal_kind": "discrete"}
-    | {"goal_dim": 2, "num_trees": 5, "search_model": "env", "search_prior": 0.0},
+PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0, "planner": "none"}
+PPO_OMG = {"imagination": False, "planner": "none"}
+SEARCH = {"imagination": False, "total_timesteps": 600_000}
+HOP_OURS = {
+    **SEARCH,
+    "subgoals": "bayes",
+    "goal_kind": "discrete",
+    "goal_dim": 2,
+    "num_trees": 5,
+    "search_model": "env",
+    "search_prior": 0.0,
 }
-METHODS["ppo"]["learning_rate"] = METHODS["ppo-omg"]["learning_rate"] = 5e-4  # larger steps often end with hares
-METHODS["hop"] = METHODS["hop-ours"] | {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0}
-METHODS["hop"] |= {"gae_lambda": 1.0, "ent_coef": 0.0, "history_reset_prob": 0.0}
-ON_CPU = {  # what two cores do well
-    **{"num_envs": 128, "total_timesteps": 250_000, "policy_hidden": 64, "log_every": 1, "save_seconds": 20.0},
-    **{"subgoal_updates": 2, "subgoal_period": 2, "subgoal_batch_size": 8, "wm_updates": 2, "wm_batch_size": 256},
-    **{"pretraining_updates": 200, "pretraining_games": 64, "imagination_horizon": 5, "ppo_real_ratio": 0.6},
-    **{"num_simulations": 8, "num_trees": 1},
+HOP = {
+    **HOP_OURS,
+    "subgoals": "hop",
+    "pretraining_updates": 0,
+    "offline_ratio": 0.0,
+    "gae_lambda": 1.0,
+    "ent_coef": 0.0,
+    "history_reset_prob": 0.0,
 }
-SEARCH_ON_CPU = {"num_envs": 64, "total_timesteps": 80_000, "imagination_horizon": 8, "subgoal_period": 1}
-METHODS_ON_CPU = {"ppo": {"num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}}
-METHODS_ON_CPU["ppo-omg"] = METHODS_ON_CPU["ppo"]
-METHODS_ON_CPU |= {"hopplus-mcts": SEARCH_ON_CPU, "hop-ours": SEARCH_ON_CPU | {"num_trees": 5}}
-METHODS_ON_CPU["hop"] = METHODS_ON_CPU["hop-ours"] | {"pretraining_updates": 0}
+ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
+PPO_ON_CPU = {**ON_CPU, "num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}
+MODELS_ON_CPU = {
+    "subgoal_updates": 1,
+    "subgoal_batch_size": 8,
+    "wm_updates": 2,
+    "wm_batch_size": 256,
+    "pretraining_updates": 200,
+    "pretraining_games": 64,
+    "imagination_horizon": 5,
+    "ppo_real_ratio": 0.6,
+    "num_simulations": 8,
+    "num_trees": 1,
+}
+SEARCH_ON_CPU = {
+    **ON_CPU,
+    **MODELS_ON_CPU,
+    "num_envs": 64,
+    "total_timesteps": 80_000,
+    "subgoal_updates": 2,
+    "imagination_horizon": 8,
+}
+DEFAULTS = {  # what differs from the class defaults
+    ("ppo", "cuda"): {**PPO, "learning_rate": 5e-4},  # larger steps often end with hares
+    ("ppo-omg", "cuda"): {**PPO_OMG, "learning_rate": 5e-4},
+    ("hopplus", "cuda"): {"planner": "none"},
+    ("hopplus-mcts", "cuda"): SEARCH,
+    ("hop-ours", "cuda"): HOP_OURS,
+    ("hop", "cuda"): HOP,
+    ("ppo", "cpu"): {**PPO, **PPO_ON_CPU, **MODELS_ON_CPU},
+    ("ppo-omg", "cpu"): {**PPO_OMG, **PPO_ON_CPU, **MODELS_ON_CPU},
+    ("hopplus", "cpu"): {
+        **ON_CPU,
+        **MODELS_ON_CPU,
+        "num_envs": 128,
+        "total_timesteps": 250_000,
+        "planner": "none",
+    },
+    ("hopplus-mcts", "cpu"): {**SEARCH, **SEARCH_ON_CPU},
+    ("hop-ours", "cpu"): {**HOP_OURS, **SEARCH_ON_CPU, "num_trees": 5},
+    ("hop", "cpu"): {**HOP, **SEARCH_ON_CPU, "num_trees": 5, "pretraining_updates": 0},
+}
+METHODS = tuple(method for method, device in DEFAULTS if device == "cpu")
 
 
 def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> Args:
     """Complete flags; with `resume` those of the run that goes on"""
     if changes.get("resume") is not None:
         path = game.find_checkpoint(changes["resume"], "--resume")
-        return load_args(path, load_checkpoint(path)["args"], device=device, **changes)
-    game.refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
-    values = {"method": method, "device": device, **METHODS[method]}
-    if game.resolve_device(device).type == "cpu":
-        values |= ON_CPU | METHODS_ON_CPU.get(method, {})
-    return Args(**{**values, **changes})
+        saved = game.load_checkpoint(path, FORMAT, KEYS)["args"]
+        return load_args(path, saved, device=device, **changes)
+    refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
+    defaults = DEFAULTS[method, game.resolve_device(device).type]
+    return Args(**{"method": method, "device": device, **defaults, **changes})
+
+
+def load_args(path: str | Path, saved: dict, **changes) -> Args:
+    """The flags of a checkpoint, with changes"""
+    try:
+        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+        validate(args)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
+    return args
 
 
 def parse_args(words: list[str]) -> Args:
@@ -308,76 +349,103 @@ def parse_args(words: list[str]) -> Args:
     return game.parse(Args, GROUPS, make_args(**early), words)
 
 
+def needs_models(args: Args) -> bool:
+    """Do the learners infer subgoals or predict actions?"""
+    return args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN)
+
+
+def needs_world_model(args: Args) -> bool:
+    searches_in_it = args.planner != "none" and args.search_model == "world-model"
+    return args.imagination or searches_in_it
+
+
 def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
-    config, refuse = args.config, game.refuse
-    searches, hop = args.planner != "none", args.subgoals in BAYES
-    models = args.imagination or searches or args.subgoals not in ("none", *GIVEN)
-    world = args.imagination or (searches and args.search_model == "world-model")
-    kinds = len(args.population.split(","))
+    config = args.config
     game.check_ranges(args)
+    game.check_run_flags(args)
     game.resolve_device(args.device)
-    game.population_names(args.population)
     game.redraw_prob(args.redraw)
-    refuse("learner" not in game.seats_table(args.seats, config.num_players), f"--seats {args.seats}: nobody learns")
-    refuse(args.num_steps * args.num_envs < args.num_minibatches, "--num-minibatches exceeds a learner's samples")
+    kinds = len(game.population_names(args.population))
+    table = game.seats_table(args.seats, config.num_players)
+    refuse("learner" not in table, f"--seats {args.seats}: nobody learns")
+    too_few = args.num_steps * args.num_envs < args.num_minibatches
+    refuse(too_few, "--num-minibatches exceeds a learner's samples")
     refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
     refuse(config.final_time > 255, f"--final-time is up to 255, not {config.final_time}")
-    refuse(args.vae_checkpoint and not models, "--vae-checkpoint needs --subgoals inferred, --imagination or search")
-    refuse(args.world_model_checkpoint and not world, "--world-model-checkpoint needs --imagination or search with it")
-    refuse(args.subgoals in GIVEN and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
-    refuse(models and args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
-    both_kinds = models and 0 < args.offline_ratio < 1
-    refuse(
-        both_kinds and args.subgoal_batch_size < 2, "--offline-ratio needs --subgoal-batch-size 2 or more, or 0 or 1"
-    )
-    refuse(both_kinds and args.wm_batch_size < 2, "--offline-ratio needs --wm-batch-size 2 or more, or 0 or 1")
-    refuse(args.root == "gumbel" and args.policy_loss == "ppo", "--root gumbel needs --policy-loss distill")
-    refuse(searches and args.gamma**args.max_depth < 1e-30, "--gamma is too small for this --max-depth")
-    refuse(
-        hop and (args.goal_kind, args.goal_dim) != ("discrete", 2),
-        f"--subgoals {args.subgoals} needs --goal-kind discrete --goal-dim 2",
-    )
-    refuse(hop and args.imagination, f"--subgoals {args.subgoals} is not for --imagination")
-    refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "--goal-kind discrete needs --goal-dim 2 or more")
+    told = args.subgoals in GIVEN
+    refuse(told and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
+    one_category = args.goal_kind == "discrete" and args.goal_dim < 2
+    refuse(one_category, "--goal-kind discrete needs --goal-dim 2 or more")
+    if needs_models(args):
+        both = 0 < args.offline_ratio < 1  # games of either kind in a batch
+        refuse(args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
+        for name in ("subgoal_batch_size", "wm_batch_size"):
+            too_small = both and getattr(args, name) < 2
+            refuse(too_small, f"--offline-ratio needs {game.flag(name)} 2 or more, or 0 or 1")
+    else:
+        refuse(args.vae_checkpoint is not None, "--vae-checkpoint needs --subgoals inferred, --imagination or search")
     if args.imagination:
-        beyond = args.imagination_horizon > args.num_steps
-        refuse(not args.ppo_real_ratio and args.critic_data == "real", "--ppo-real-ratio 0 needs --critic-data mixed")
-        refuse(beyond, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-        no_games = args.imagined_goals == "prior" and not args.offline_ratio
+        only_imagined = args.ppo_real_ratio == 0 and args.critic_data == "real"
+        refuse(only_imagined, "--ppo-real-ratio 0 needs --critic-data mixed")
+        too_far = args.imagination_horizon > args.num_steps
+        refuse(too_far, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
+        no_games = args.imagined_goals == "prior" and args.offline_ratio == 0
         refuse(no_games, "--imagined-goals prior needs rule-based games: --offline-ratio > 0")
+    unseen = needs_world_model(args) and config.prosocial
     instead = "--no-imagination, --search-model env"
-    refuse(world and config.prosocial, f"--prosocial rewards depend on more than the world model sees: {instead}")
+    refuse(unseen, f"--prosocial rewards depend on more than the world model sees: {instead}")
+    if not needs_world_model(args):
+        unread = args.world_model_checkpoint is not None
+        refuse(unread, "--world-model-checkpoint needs --imagination or search with it")
+    if args.planner != "none":
+        untrained = args.root == "gumbel" and args.policy_loss == "ppo"
+        refuse(untrained, "--root gumbel needs --policy-loss distill")
+        too_small = args.gamma**args.max_depth < 1e-30
+        refuse(too_small, "--gamma is too small for this --max-depth")
+    if args.subgoals in BAYES:
+        two = (args.goal_kind, args.goal_dim) == ("discrete", 2)
+        refuse(not two, f"--subgoals {args.subgoals} needs --goal-kind discrete --goal-dim 2")
+        refuse(args.imagination, f"--subgoals {args.subgoals} is not for --imagination")
     return config
 
 
 def memory_needs(args: Args) -> dict[str, int]:
     """Flags -> bytes that they ask for, roughly"""
-    config, hidden, seeds = args.config, args.subgoal_hidden, args.num_seeds
-    planes, others = math.prod(config.observation_shape), config.num_players - 1
-    table = (2 * config.height - 1) * (2 * config.width - 1) * (config.num_players + 2)  # rows of a BoardEncoder's
-    learners = seeds * config.num_players
+    config = args.config
+    others = config.num_players - 1
+    learners = args.num_seeds * config.num_players
     samples = learners * args.num_envs * args.num_steps
-    needs = {"--num-envs, --num-steps": samples * (2400 + 8 * planes)}
-    needs["--policy-hidden"] = 32 * learners * args.policy_hidden * (table + 3 * args.policy_hidden)
+    spots = (2 * config.height - 1) * (2 * config.width - 1) * (config.num_players + 2)
+    needs = {
+        "--num-envs, --num-steps": 2400 * samples,
+        "--policy-hidden": 32 * learners * args.policy_hidden * (spots + 3 * args.policy_hidden),
+    }
     if args.imagination:
-        needs["--ppo-real-ratio"] = int(samples * (1 - args.ppo_real_ratio) / (args.ppo_real_ratio or 0.5)) * 2400
-    if args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN):
+        real_ratio = args.ppo_real_ratio or 0.5
+        needs["--ppo-real-ratio"] = int(2400 * samples * (1 - real_ratio) / real_ratio)
+    if needs_models(args):
+        hidden = args.subgoal_hidden
         windows = learners * args.subgoal_batch_size * args.num_steps * others
-        tried = windows * args.subgoal_horizon
-        needs["--subgoal-hidden"] = 48 * learners * hidden * (table + 2 * planes + 4 * hidden)
-        needs["--subgoal-batch-size, --num-steps"] = 24 * windows * (table + 8 * hidden)
-        needs["--subgoal-horizon, --num-steps"] = 12 * tried * args.policy_hidden
-        goals = windows + tried * others + samples * others + learners * (planes + hidden)
-        needs["--goal-dim"] = 12 * args.goal_dim * goals
-        needs["--wm-hidden"] = 16 * learners * args.wm_hidden * (args.wm_hidden + 150)
-        needs["--wm-batch-size"] = 16 * learners * args.wm_batch_size * config.num_players * (150 + args.wm_hidden)
-        needs["--replay-rollouts"] = 2 * args.replay_rollouts * samples * (50 + 2 * planes)
-        needs["--pretraining-games"] = learners * args.pretraining_games * args.num_steps * (2400 + 8 * planes)
+        candidates = windows * args.subgoal_horizon
+        goals = others * (candidates + samples) + learners * hidden
+        predictions = learners * args.wm_batch_size * config.num_players
+        watched = learners * args.pretraining_games * args.num_steps
+        needs |= {
+            "--subgoal-hidden": 48 * learners * hidden * (spots + 4 * hidden),
+            "--subgoal-batch-size, --num-steps": 24 * windows * (spots + 8 * hidden),
+            "--subgoal-horizon, --num-steps": 12 * candidates * args.policy_hidden,
+            "--goal-dim": 12 * args.goal_dim * goals,
+            "--wm-hidden": 16 * learners * args.wm_hidden * (args.wm_hidden + 150),
+            "--wm-batch-size": 16 * predictions * (150 + args.wm_hidden),
+            "--replay-rollouts": 100 * args.replay_rollouts * samples,
+            "--pretraining-games": 2400 * watched,
+        }
     if args.planner != "none":
         nodes = learners * args.num_envs * args.num_trees * (args.num_simulations + 2)
-        needs["--num-trees, --num-simulations"] = nodes * (200 + planes + 80 * others)
-    return {f"{flag}, --num-seeds" if seeds > 1 else flag: size for flag, size in needs.items()}
+        needs["--num-trees, --num-simulations"] = nodes * (250 + 80 * others)
+    many = ", --num-seeds" if args.num_seeds > 1 else ""
+    return {flags + many: size for flags, size in needs.items()}
 
 
 # ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
@@ -386,7 +454,8 @@ def memory_needs(args: Args) -> dict[str, int]:
 def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
     """Uniform weights of variance gain^2 / inputs, no bias at the start"""
     linear = nn.Linear(inputs, outputs)
-    nn.init.uniform_(linear.weight, -gain * math.sqrt(3 / inputs), gain * math.sqrt(3 / inputs))
+    bound = gain * math.sqrt(3 / inputs)
+    nn.init.uniform_(linear.weight, -bound, bound)
     nn.init.zeros_(linear.bias)
     return linear
 
@@ -400,8 +469,8 @@ def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
 
 
 class Stacked:
-    """M networks of one kind, called in one operation: inputs [M, n, ...] -> outputs [M, n, ...], in float32. Inside,
-    `dtype` holds where no gradient is asked for, `train_dtype` where one is."""
+    """M networks of one kind, called in one operation: inputs [M, n, ...] -> outputs [M, n, ...],
+    in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype` where one is."""
 
     def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
         networks = []
@@ -411,7 +480,10 @@ class Stacked:
                 networks.append(make())
         stacked, _ = stack_module_state(networks)
         self.network = networks[0].to(device)  # its buffers serve all
-        self.params, self.places = {}, []
+        self.dtype = dtype
+        self.train_dtype = train_dtype
+        self.params = {}
+        self.places = []  # where call_one puts a learner's parameters, and what stands there
         for name, p in stacked.items():
             if name.endswith("weight") and p.dim() == 3:  # of nn.Linear, which reads the transpose: slow on ARM
                 p = p.mT.contiguous().mT
@@ -419,29 +491,33 @@ class Stacked:
             path, _, leaf = name.rpartition(".")
             owner = self.network.get_submodule(path)._parameters
             self.places.append((owner, leaf, owner[leaf]))
-        self.dtype = dtype
-        self.train_dtype = train_dtype
 
     def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
         dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
         m, n = inputs[0].shape[:2]
         params = [p.to(dtype) for p in self.params.values()]
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-        # On a GPU a long batch is split: as one long sum per learner, a weight's gradient leaves most of it idle.
+        # On a GPU a long batch is split: as one long sum per learner, a weight's gradient leaves
+        # most of it idle.
         parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
         if parts > 1:
             params = [p.repeat_interleave(parts, 0) for p in params]
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
         outputs = vmap(lambda *x: self.call_one(method, *x))(params, *inputs)
-        return tree_map(lambda x: (x.float() if x.is_floating_point() else x).reshape(m, n, *x.shape[2:]), outputs)
+
+        def join(x):
+            x = x.float() if x.is_floating_point() else x
+            return x.reshape(m, n, *x.shape[2:])
+
+        return tree_map(join, outputs)
 
     def call_one(self, method: str, params: list, *inputs):
         """One learner. As torch.func.functional_call, in half the time, and for any method."""
         for (owner, name, _), p in zip(self.places, params, strict=True):
             owner[name] = p
         outputs = getattr(self.network, method)(*inputs)
-        for owner, name, own in self.places:
-            owner[name] = own
+        for owner, name, first in self.places:
+            owner[name] = first
         return outputs
 
     def __len__(self) -> int:
@@ -458,33 +534,37 @@ class Stacked:
 
 
 class BoardEncoder(nn.Module):
-    """A board as a list of entities (see entity_views) -> features. Each entity is looked up by its kind and its cell
-    relative to the observer; what is found adds up."""
+    """A board -> features. Each player and prey is looked up by its kind and its cell relative to
+    the observer; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
-        n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
+        players = config.num_players
+        cells = config.num_cells
+        wide = 2 * config.width - 1
         spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
-        spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
-        rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
+        down = row - row[:, None] + config.height - 1
+        right = column - column[:, None] + config.width - 1
+        rows = spots * (players + 2) + cells + 1  # the last row stands for what is not there
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
-        lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
+        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row
+        lookup[:, :cells, :cells] = down * wide + right + spots * np.arange(players + 2)[:, None, None]
         lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
-        lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
-        kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
+        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
+        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
         self.table = nn.Parameter(0.1 * torch.randn(rows, 2 * hidden))
         self.walls = layer(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
-    def forward(self, entities, walls):
-        """int64 [n, N + P], float [n, H*W] -> [n, hidden]"""
-        row = self.lookup[self.kind, entities[:, :1], entities]
-        found = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device).scatter(1, row, 1.0)
-        x = found @ self.table  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
+    def forward(self, board, walls):
+        """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
+        row = self.lookup[self.kind, board[:, :1], board]
+        zeros = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device)
+        # As a lookup, but its gradient is a product too: a lookup's is slow on a GPU.
+        x = zeros.scatter(1, row, 1.0) @ self.table
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -500,17 +580,17 @@ class SubgoalPrior(nn.Module):
         self.head = layer(hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
         self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
-    def forward(self, entities, walls):
-        return self.head(self.encoder(entities, walls))
+    def forward(self, board, walls):
+        return self.head(self.encoder(board, walls))
 
     def reconstruct(self, goal):
         return self.decoder(goal)
 
 
 class SubgoalInference(nn.Module):
-    """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t -> distribution over subgoals;
-    subgoal and history -> state. A history is two sums of events, of this game and of earlier ones, as Bayes' rule adds
-    up evidence; their first entries count."""
+    """q_phi, a CVAE after OMG: the co-player's history up to t - 1 and the state s_t ->
+    distribution over subgoals; subgoal and history -> state. A history is two sums of events, of
+    this game and of earlier ones, as Bayes' rule adds up evidence; their first entries count."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
@@ -521,15 +601,19 @@ class SubgoalInference(nn.Module):
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
-        """features [n, hidden], joint action [n, N] -> what the step adds to the history [n, hidden]"""
+        """features [n, hidden], joint action [n, N] -> what the step adds to the history [n,
+        hidden]"""
         acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        return F.pad(self.events(torch.cat([features, acts], 1))[:, 1:], (1, 0), value=1.0)
+        event = self.events(torch.cat([features, acts], 1))
+        return F.pad(event[:, 1:], (1, 0), value=1.0)
 
     @staticmethod
     def read(history):
         """[n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
         now, before = history.chunk(2, 1)
-        return torch.cat([now / (1 + now[:, :1]).sqrt(), before / (1 + before[:, :1]).sqrt()], 1)
+        now = now / (1 + now[:, :1]).sqrt()
+        before = before / (1 + before[:, :1]).sqrt()
+        return torch.cat([now, before], 1)
 
     def forward(self, features, history):
         return self.head(torch.cat([features, self.read(history)], 1))
@@ -539,7 +623,8 @@ class SubgoalInference(nn.Module):
 
 
 class ActionModel(nn.Module):
-    """MOA, pi_omega: state seen from j, clock and subgoal of j -> log-probabilities of j's action"""
+    """MOA, pi_omega: state seen from j, clock and subgoal of j -> log-probabilities of j's
+    action"""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
@@ -547,9 +632,9 @@ class ActionModel(nn.Module):
         self.encoder = BoardEncoder(config, hidden)
         self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
-    def forward(self, entities, walls, clock, goal, legal):
-        clock = F.pad(clock[:, None], (0, 7))  # as in BoardEncoder
-        logits = self.head(torch.cat([self.encoder(entities, walls), clock, goal], 1))
+    def forward(self, board, walls, clock, goal, legal):
+        clock = F.pad(clock[:, None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
+        logits = self.head(torch.cat([self.encoder(board, walls), clock, goal], 1))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
 
 
@@ -566,7 +651,8 @@ def goal_noise(args: Args, *shape, device):
     """[*shape, D]: standard normal, or Gumbel for discrete subgoals"""
     if args.goal_kind == "continuous":
         return torch.randn(*shape, args.goal_dim, device=device)
-    return -torch.log(-torch.log(torch.rand(*shape, args.goal_dim, device=device).clamp(1e-6, 1 - 1e-6)))
+    uniform = torch.rand(*shape, args.goal_dim, device=device).clamp(1e-6, 1 - 1e-6)
+    return -torch.log(-torch.log(uniform))
 
 
 def sample_goal(kind: str, params, noise):
@@ -582,158 +668,182 @@ def goal_kl(kind: str, q, p):
     """KL(q || p) [...] of distributions [..., parameters]"""
     if kind == "discrete":
         return (q.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1))).sum(-1)
-    (q_mean, q_log_var), (p_mean, p_log_var) = q.chunk(2, -1), p.chunk(2, -1)
-    q_log_var, p_log_var = q_log_var.clamp(-8, 4), p_log_var.clamp(-8, 4)
+    q_mean, q_log_var = q.chunk(2, -1)
+    p_mean, p_log_var = p.chunk(2, -1)
+    q_log_var = q_log_var.clamp(-8, 4)
+    p_log_var = p_log_var.clamp(-8, 4)
     ratio = (q_log_var - p_log_var).exp() + (q_mean - p_mean).square() / p_log_var.exp()
     return 0.5 * (ratio - 1 - q_log_var + p_log_var).sum(-1)
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: everyone's action is painted on its cell, and the 3x3 cells around
-    each player say where that player goes (one of 4 neighbours, stay, gone), whether the prey on its cell is taken and,
-    for the observer, which payoff is paid. No weight belongs to a cell or a seat, so any board size will do. Players
-    cannot jump, split, fade or leave where no prey stands, prey cannot appear, and the reward is one that exists."""
+    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
+    3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone),
+    whether the prey on its cell is taken and, for the observer, which payoff is paid. No weight
+    belongs to a cell or a seat, so any board size will do. Players cannot jump, split, fade or
+    leave where no prey stands, prey cannot appear, and the reward is one that exists."""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        row, column = np.divmod(np.arange(config.num_cells), config.width)
-        row, column = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1], column[:, None] + [-1, 0, 1] * 3
+        self.gone = config.num_cells  # the number of the cell that is not on the board
+        self.players = config.num_players
+        self.sizes = [config.num_players, config.num_stags, config.num_hares]
+        self.by_name = config.strengths is not None
+        row, column = np.divmod(np.arange(self.gone), config.width)
+        row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
+        column = column[:, None] + [-1, 0, 1] * 3
         on_board = (row >= 0) & (row < config.height) & (column >= 0) & (column < config.width)
-        around = np.where(on_board, row * config.width + column, config.num_cells)  # cell number H*W: off the board
-        self.register_buffer("around", torch.from_numpy(around), persistent=False)  # [H*W, 9]
-        self.register_buffer("target", self.around[:, [1, 7, 3, 5, 4]], persistent=False)  # up, down, left, right, stay
+        around = np.where(on_board, row * config.width + column, self.gone)
+        around = torch.tensor([*around.tolist(), [self.gone] * 9])  # [H*W + 1, 9]
+        target = F.pad(around[:, [1, 7, 3, 5, 4]], (0, 1), value=self.gone)  # up, down, left, right, stay, gone
+        self.register_buffer("around", around, persistent=False)
+        self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
-        self.num_players, self.by_name = config.num_players, config.strengths is not None
-        # The player's own action; around it, how many do what (a sum: two hunters differ from one), or, where players
-        # differ in strength, who does, and how strong each is; and the board.
+        # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
+        # from one), or, where players differ in strength, who does, and how strong each is; and the
+        # board.
         inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
         if self.by_name:
-            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * config.num_players + 4) + config.num_players
-            seat = torch.arange(config.num_players)
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[(seat[:, None] + seat) % config.num_players]
-            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)  # [seat, N] in ego order
-        self.padding = -inputs % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
+            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * self.players + 4) + self.players
+            seat = torch.arange(self.players)
+            ego = (seat[:, None] + seat) % self.players
+            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N] in ego order
+            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
+        self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
-        # One head per own action: a bystander is not mistaken for one of the party that it stands among. And one payoff
-        # head per size of a hunting party: one head for all would pay four hunters, which are rare, as three.
+        # One head per own action: a bystander is not mistaken for one of the party that it stands
+        # among. And one payoff head per size of a hunting party: one for all would pay four
+        # hunters, which are rare, as three.
+        self.num_payoff_heads = HUNT_STAG + 2 * self.players
         self.outcome_head = layer(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
         self.prey_head = layer(args.wm_hidden, 1, 0.01)
-        self.num_payoff_heads = HUNT_STAG + 2 * config.num_players
         self.payoff_head = layer(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
-    def read(self, board):
-        """uint8 [n, C, H, W] -> planes [n, C, H*W], cell [n, N], present [n, N]"""
-        planes = board.flatten(2)
-        players = planes[:, : self.num_players]
-        return planes, players.argmax(2), players.amax(2) > 0
-
-    def forward(self, board, joint, seat):
-        """board uint8 [n, C, H, W] and joint action [n, N], both in the observer's ego order, the observer's seat [n]
-        -> logits of each player's outcome [n, N, 6], of the prey on its cell being taken [n, N], of the observer's
-        payoff [n, R]"""
-        planes, cell, present = self.read(board)
-        n, seen = self.num_players, planes.to(self.prey_head.weight.dtype)
-        own = F.one_hot(joint.long(), NUM_ACTIONS).to(seen.dtype)
-        painted = own.mT @ seen[:, :n]  # [n, 7, H*W]
-        if self.by_name:
-            painted = (own[..., None] * seen[:, :n, None]).flatten(1, 2)  # [n, N * 7, H*W]
-        painted = F.pad(torch.cat([painted, seen[:, n:], torch.ones_like(seen[:, :1])], 1), (0, 1))  # off the board: 0
-        around = self.around[cell].flatten(1)[:, None].expand(-1, painted.shape[1], -1)  # [n, _, N * 9]
-        patch = painted.gather(2, around).unflatten(2, (n, 9)).transpose(1, 2).flatten(2)
-        inputs = [own, patch]
-        if self.by_name:
-            inputs.append(self.strengths[seat.long()][:, None].expand(-1, n, -1).to(seen.dtype))
-        x = F.pad(torch.cat(inputs, 2), (0, self.padding))
-        x = self.trunk(x).relu_()  # [n, N, hidden]
-        walls = F.pad(planes[:, n], (0, 1), value=1)
-        blocked = walls.gather(1, self.target[cell].flatten(1)).view(*cell.shape, 5) > 0
-        no_prey = planes[:, -2:].amax(1).gather(1, cell) == 0  # nobody leaves from here
-        outcome = self.select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
-        outcome = outcome.masked_fill(torch.cat([blocked, no_prey[..., None]], 2), -1e9)
-        action = joint[:, 0].long()
-        party = ((cell == cell[:, :1]) & (joint == joint[:, :1]) & present).sum(1).clamp(min=1)
-        hunt_head = HUNT_STAG + (action - HUNT_STAG) * n + party - 1
-        payoff_head = torch.where(action >= HUNT_STAG, hunt_head, action)
-        payoff = self.select_head(self.payoff_head(x[:, 0]), payoff_head, self.num_payoff_heads)
+    def forward(self, board, walls, joint, seat):
+        """board [n, N + P] and joint action [n, N] in the observer's ego order, walls [n, H*W] (or
+        [n, 1]), the observer's seat [n] -> logits of each player's outcome [n, N, 6], of the prey
+        on its cell being taken [n, N], of the observer's payoff [n, payoffs]"""
+        acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
+        cell = board[:, : self.players].long()
+        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)  # also around the board
+        x = self.patches(board, walls, acts, seat)
+        x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
+        blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
+        no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
+        outcome = select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
+        outcome = outcome.masked_fill(torch.cat([blocked, no_prey], 2), -1e9)
+        payoff = select_head(self.payoff_head(x[:, 0]), self.payoff_case(cell, joint.long()), self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
-    @staticmethod
-    def select_head(logits, head, num_heads: int):
-        """[..., num_heads * outputs], int64 [...] -> [..., outputs]"""
-        logits = logits.unflatten(-1, (num_heads, -1))
-        index = head[..., None, None].expand(*head.shape, 1, logits.shape[-1])
-        return logits.gather(-2, index).squeeze(-2)
+    def patches(self, board, walls, acts, seat):
+        """What the network reads for each player [n, N, _]: its own action and the 3x3 cells around
+        it"""
+        where = F.one_hot(board.long(), self.gone + 1).to(acts.dtype)
+        players, stags, hares = where.split(self.sizes, 1)
+        painted = acts.mT @ players  # [n, 7, H*W + 1]
+        if self.by_name:
+            painted = (acts[..., None] * players[:, :, None]).flatten(1, 2)  # [n, N * 7, H*W + 1]
+        scene = torch.stack([walls, stags.sum(1), hares.sum(1), torch.ones_like(walls)], 1)
+        painted = torch.cat([painted, scene], 1)
+        painted = F.pad(painted[..., : self.gone], (0, 1))  # off the board: 0
+        around = self.around[board[:, : self.players].long()].flatten(1)  # [n, N * 9]
+        around = around[:, None].expand(-1, painted.shape[1], -1)
+        patch = painted.gather(2, around).unflatten(2, (self.players, 9))
+        inputs = [acts, patch.transpose(1, 2).flatten(2)]
+        if self.by_name:
+            strengths = self.strengths[seat.long()][:, None]
+            inputs.append(strengths.expand(-1, self.players, -1).to(acts.dtype))
+        return torch.cat(inputs, 2)
 
-    def loss(self, board, joint, seat, next_board, reward):
+    def on_prey(self, board):
+        """bool [n, N, P]: this player stands on this prey"""
+        players = board[:, : self.players, None]
+        prey = board[:, None, self.players :]
+        return (players == prey) & (players < self.gone)
+
+    def payoff_case(self, cell, joint):
+        """Which payoff head [n]: by the observer's action and, if it hunts, by how many hunt with
+        it"""
+        action = joint[:, 0]
+        party = ((cell == cell[:, :1]) & (joint == joint[:, :1])).sum(1)
+        hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
+        return torch.where(action >= HUNT_STAG, hunt, action)
+
+    def loss(self, board, walls, joint, seat, next_board, reward):
         """-> [n]"""
-        outcome, taken, payoff = self(board, joint, seat)
-        planes, cell, present = self.read(board)
-        next_planes, next_cell, next_present = self.read(next_board)
-        goes = (self.target[cell] == next_cell[..., None]).byte().argmax(2)
-        goes = torch.where(next_present, goes, 5)
-        prey, next_prey = (p[:, -2:].amax(1).gather(1, cell).float() for p in (planes, next_planes))
-        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0] * present
-        taken_loss = F.binary_cross_entropy_with_logits(taken, prey - next_prey, reduction="none") * prey * present
+        outcome, taken, payoff = self(board, walls, joint, seat)
+        cell = board[:, : self.players]
+        next_cell = next_board[:, : self.players]
+        goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(2)
+        goes = torch.where(next_cell < self.gone, goes, 5)
+        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0] * (cell < self.gone)
+        on_prey = self.on_prey(board)
+        lost = (on_prey & (next_board[:, None, self.players :] == self.gone)).any(2).float()
+        taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none") * on_prey.any(2)
         paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
-        return (outcome_loss + taken_loss).sum(1) - payoff.log_softmax(1).gather(1, paid)[:, 0]
+        payoff_loss = -payoff.log_softmax(1).gather(1, paid)[:, 0]
+        return (outcome_loss + taken_loss).sum(1) + payoff_loss
 
-    def predict(self, board, joint, seat):
-        """-> the most likely next board uint8 [n, C, H, W], reward [n]"""
-        outcome, taken, payoff = self(board, joint, seat)
-        certain = torch.zeros_like(outcome).scatter(2, outcome.argmax(2, keepdim=True), 1.0)
-        return self.paint(board, certain, (taken > 0).float()).to(torch.uint8), self.payoffs[payoff.argmax(1)]
+    def predict(self, board, walls, joint, seat):
+        """-> the most likely next board [n, N + P], reward [n]"""
+        outcome, taken, payoff = self(board, walls, joint, seat)
+        target = self.target[board[:, : self.players].long()]  # from `gone` every way leads there
+        players = target.gather(2, outcome.argmax(2, keepdim=True))[..., 0]
+        lost = (self.on_prey(board) & (taken > 0)[..., None]).any(1)
+        prey = torch.where(lost, self.gone, board[:, self.players :])
+        return torch.cat([players, prey], 1).to(board.dtype), self.payoffs[payoff.argmax(1)]
 
-    def expected_planes(self, board, joint, seat):
-        """-> float [n, C, H, W]: the probabilities behind the prediction"""
-        outcome, taken, _ = self(board, joint, seat)
-        return self.paint(board, outcome.softmax(2), taken.sigmoid())
 
-    def paint(self, board, outcome, taken):
-        """Probabilities of each player's outcome [n, N, 6] and of the prey on its cell being taken [n, N] -> planes"""
-        planes, cell, present = self.read(board)
-        target = F.pad(self.target[cell], (0, 1), value=planes.shape[2])  # [n, N, 6] where each outcome leads
-        nowhere = torch.zeros_like(outcome[..., :1]).expand(-1, -1, planes.shape[2] + 1)
-        players = nowhere.scatter(2, target, outcome * present[..., None])
-        lost = nowhere.scatter(2, cell[..., None], (taken * present)[..., None]).amax(1, keepdim=True)
-        prey = planes[:, -2:] * (1 - lost[..., :-1])
-        return torch.cat([players[..., :-1], planes[:, self.num_players, None], prey], 1).view(board.shape)
+def select_head(logits, head, num_heads: int):
+    """[..., num_heads * outputs], int64 [...] -> [..., outputs]"""
+    logits = logits.unflatten(-1, (num_heads, -1))
+    index = head[..., None, None].expand(*head.shape, 1, logits.shape[-1])
+    return logits.gather(-2, index).squeeze(-2)
 
 
 class ActorCritic(nn.Module):
-    """pi(a | own view of the board, clock, last joint action, subgoals of the co-players) and V of the same"""
+    """pi(a | own view of the board, clock, last joint action, subgoals of the co-players) and V of
+    the same"""
 
     def __init__(self, config: StagHuntConfig, args: Args):
         super().__init__()
-        hidden, goals = args.policy_hidden, goal_size(args) * (config.num_players - 1)
-        entities, walls = config.num_players + config.num_prey, config.num_cells if config.max_wall_pieces else 1
-        self.sizes = [entities, walls, 1 + NUM_ACTIONS * config.num_players + goals]
-        self.padding = -(hidden + self.sizes[2]) % 8  # as in BoardEncoder
+        hidden = args.policy_hidden
+        entities = config.num_players + config.num_prey
+        state_size = 1 + NUM_ACTIONS * config.num_players  # clock, last joint action
+        goals = goal_size(args) * (config.num_players - 1)
+        self.sizes = [entities, config.num_wall_cells, state_size, goals]
+        self.padding = -(hidden + state_size + goals) % 8  # as in BoardEncoder
         self.encoder = BoardEncoder(config, hidden)
-        self.trunk = mlp(hidden + self.padding + self.sizes[2], hidden, hidden, gain=math.sqrt(2))
+        self.trunk = mlp(hidden + self.padding + state_size + goals, hidden, hidden, gain=math.sqrt(2))
         self.actor = mlp(hidden, hidden, NUM_ACTIONS, gain=0.01)
         self.critic = mlp(hidden, hidden, 1)
 
     def features(self, x):
-        """x [n, i] (see policy_inputs) -> [n, _], the subgoals last"""
-        entities, walls, rest = x.split(self.sizes, 1)
-        return torch.cat([self.encoder(entities.long(), walls), F.pad(rest, (self.padding, 0))], 1)
+        """x [n, i] (see policy_inputs) -> features of the state [n, _], subgoals [n, K*D]"""
+        board, walls, state, goals = x.split(self.sizes, 1)
+        state = F.pad(state, (self.padding, 0))
+        return torch.cat([self.encoder(board.long(), walls), state], 1), goals
 
-    def value(self, features):
-        """[n, _] -> [n]"""
-        return self.critic(self.trunk(features).relu_()).squeeze(1)
+    def value(self, features, goals):
+        """-> [n]"""
+        x = self.trunk(torch.cat([features, goals], 1)).relu_()
+        return self.critic(x).squeeze(1)
 
     def forward(self, x, legal):
         """x [n, i], legal bool [n, 7] -> log-probabilities [n, 7], values [n]"""
-        features = self.trunk(self.features(x)).relu_()
-        log_probs = self.actor(features).float().masked_fill(~legal, -1e9).log_softmax(1)
-        return log_probs, self.critic(features).squeeze(1)
+        x = self.trunk(torch.cat(self.features(x), 1)).relu_()
+        log_probs = self.actor(x).float().masked_fill(~legal, -1e9).log_softmax(1)
+        return log_probs, self.critic(x).squeeze(1)
 
 
-def policy_inputs(args: Args, entities, walls, clock, last_joint, goals):
-    """The learner's own view of the board [M, n, N + P], [M, n, _], [M, n], [M, n, N], [M, n, K*D] -> [M, n, i]"""
-    acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2) * (args.subgoals != "hop")  # it reads the state
-    parts = (entities, walls, clock[..., None], acts, goals)  # cells are numbers up to 255: exact in bfloat16 too
-    return torch.cat([x.to(inference_dtype(args, x.device)) for x in parts], 2)
+def policy_inputs(args: Args, board, walls, clock, last_joint, goals):
+    """The learner's own view [M, n, N + P], [M, n, _], [M, n], [M, n, N], [M, n, K*D] -> [M, n,
+    i]"""
+    acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2)
+    acts = acts * (args.subgoals != "hop")  # it reads the state alone
+    parts = (board, walls, clock[..., None], acts, goals)
+    dtype = inference_dtype(args, board.device)
+    return torch.cat([x.to(dtype) for x in parts], 2)  # cells are numbers up to 255: exact in bfloat16 too
 
 
 def inference_dtype(args: Args, device) -> torch.dtype:
@@ -747,63 +857,55 @@ class Networks(NamedTuple):
     prior: Stacked | None = None  # f_psi
     inference: Stacked | None = None  # q_phi
     moa: Stacked | None = None
-    moa_prior: Stacked | None = None  # pretraining only: MOA given f_psi's subgoal of the present state
+    moa_prior: Stacked | None = None  # only in pretraining: MOA given f_psi's subgoal of the present state
     world: Stacked | None = None
 
+    def present(self) -> dict[str, Stacked]:
+        return {name: network for name, network in self._asdict().items() if network is not None}
 
-def make_networks(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Networks:
+
+def make_networks(args: Args, seeds: list[int], device, pretraining: bool = False) -> Networks:
     """One of each network per entry of `seeds` [M]"""
+    config = args.config
     dtype = inference_dtype(args, device)
     kinds = {}
-    if args.imagination or args.planner != "none" or args.subgoals not in ("none", *GIVEN):
-        kinds |= {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel, "moa_prior": ActionModel}
-    if args.imagination or (args.planner != "none" and args.search_model == "world-model"):
+    if needs_models(args):
+        kinds |= {"prior": SubgoalPrior, "inference": SubgoalInference, "moa": ActionModel}
+    if needs_models(args) and pretraining:
+        kinds["moa_prior"] = ActionModel
+    if needs_world_model(args):
         kinds["world"] = WorldModel
     networks = {"policy": Stacked(lambda: ActorCritic(config, args), seeds, device, dtype, dtype)}
-    for number, (name, kind) in enumerate(kinds.items(), start=1):
-        own_seeds = [10_000 * seed + 1000 * number for seed in seeds]
-        networks[name] = Stacked(functools.partial(kind, config, args), own_seeds, device, dtype)
+    for name, kind in kinds.items():
+        number = Networks._fields.index(name)
+        network_seeds = [10_000 * seed + 1000 * number for seed in seeds]
+        networks[name] = Stacked(functools.partial(kind, config, args), network_seeds, device, dtype)
     return Networks(**networks)
 
 
 # ---- Belief about co-players, on a board that is real or imagined
 
 
-def compilable(function):
-    """The same function; where args, its first argument, say --compile, fused by torch.compile"""
-
-    @functools.cache
-    def fused():
-        torch._dynamo.config.recompile_limit = 64  # else it would go on uncompiled after 8 shapes
-        return torch.compile(function, dynamic=False)
-
-    @functools.wraps(function)
-    def call(args, *rest, **named):
-        return (fused() if args.compile else function)(args, *rest, **named)
-
-    return call
-
-
-@compilable
-def entity_views(args: Args, env: StagHuntEnv, board, prey_position, num_views: int | None = None):
-    """board uint8 [M, n, C, H, W], cells of the prey at the start [M, n, P] -> as each player sees it (num_views: only
-    the first ones): entities int64 [M, n, N, N + P] (their cells, H*W: not there), walls [M, n, N, _], legal actions
-    bool [M, n, N, 7]"""
-    config, n, nowhere = env.config, env.config.num_players, env.config.num_cells
-    planes, prey_position = board.flatten(3), prey_position.long()
-    players, walls, stags, hares = planes[:, :, :n], planes[:, :, n], planes[:, :, n + 1], planes[:, :, n + 2]
-    cell, present = players.argmax(3), players.amax(3) > 0
-    player_cells = torch.where(present, cell, nowhere)[..., env.ego[:num_views]]  # [M, n, views, N]
-    cell, present, views = cell[:, :, :num_views], present[:, :, :num_views], player_cells.shape[2]
-    stag_position, hare_position = prey_position.split([config.num_stags, config.num_hares], 2)
-    alive = torch.cat([stags.gather(2, stag_position), hares.gather(2, hare_position)], 2) > 0
-    prey_cells = torch.where(alive, prey_position, nowhere)[:, :, None].expand(-1, -1, views, -1)
-    target = env.target[cell]  # [M, n, views, 7]
-    free = walls.gather(2, target.flatten(2)).view(target.shape) == 0
-    on_prey = torch.stack([stags.gather(2, cell), hares.gather(2, cell)], 3) > 0
-    legal = torch.cat([(env.possible[cell] & free)[..., :5], on_prey], 3) & present[..., None] | env.is_stay
-    walls = walls if config.max_wall_pieces else walls[..., :1]  # nobody reads them
-    return torch.cat([player_cells, prey_cells], 3), walls[:, :, None].expand(-1, -1, views, -1).float(), legal
+def entity_views(env: StagHuntEnv, board, walls, num_views: int | None = None):
+    """board uint8 [M, n, N + P], walls [M, n, _] -> as each player sees it (num_views: only the
+    first ones): boards int64 [M, n, N, N + P], walls float [M, n, N, _], legal actions bool [M, n,
+    N, 7]"""
+    config = env.config
+    players = config.num_players
+    prey = torch.arange(players, players + config.num_prey, device=board.device)
+    order = torch.cat([env.ego, prey.expand(players, -1)], 1)[:num_views]
+    seen = board.long()[..., order]  # [M, n, views, N + P]
+    cell = seen[..., 0]
+    present = cell < config.num_cells
+    here = cell.clamp(max=config.num_cells - 1)
+    target = env.target[here].flatten(2)
+    free = walls.expand(-1, -1, config.num_cells).gather(2, target).view(*here.shape, NUM_ACTIONS) == 0
+    moves = (env.possible[here] & free)[..., : STAY + 1]
+    on_stag, on_hare = (cell[..., None] == seen[..., players:]).split([config.num_stags, config.num_hares], 3)
+    hunts = torch.stack([on_stag.any(3), on_hare.any(3)], 3)
+    legal = torch.cat([moves, hunts], 3) & present[..., None] | env.is_stay
+    walls = walls[:, :, None].expand(-1, -1, seen.shape[2], -1).float()
+    return seen, walls, legal
 
 
 class OpponentBelief(NamedTuple):
@@ -811,64 +913,73 @@ class OpponentBelief(NamedTuple):
 
     goals: torch.Tensor  # [M, n, K*D] for the policy
     params: torch.Tensor  # [M, n*K, _] q_phi's distributions
-    features: torch.Tensor  # [M, n*K, hidden] of q_phi's encoder (bayes: goal_action_probs)
-    entities: torch.Tensor  # [M, n*K, N + P] the board as the co-player sees it
-    walls: torch.Tensor  # [M, n*K, H*W]
+    features: torch.Tensor  # [M, n*K, hidden] of q_phi's encoder (HOP: goal_action_probs)
+    board: torch.Tensor  # [M, n*K, N + P] as the co-player sees it
+    walls: torch.Tensor  # [M, n*K, _]
     legal: torch.Tensor  # bool [M, n*K, 7] its legal actions
     present: torch.Tensor  # bool [M, n, K] on the board
 
 
-@compilable
 def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, oracle_id) -> OpponentBelief:
-    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden], oracle_id [M, n, K, D]"""
+    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden],
+    oracle_id [M, n, K, D]"""
     m, n, k = history.shape[:3]
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
+    board, walls, legal = co_players(views)
+    history = history.flatten(1, 2).float()
     if args.subgoals in BAYES:
-        params = bayes_posterior(args, history.flatten(1, 2).float())
-        features = goal_action_probs(networks, entities, walls, clock, legal)
+        features = goal_action_probs(networks, board, walls, clock, legal)
+        params = bayes_posterior(args, history)
     else:
-        features = networks.inference(entities, walls, method="encoder")
-        params = networks.inference(features, history.flatten(1, 2).float())
+        features = networks.inference(board, walls, method="encoder")
+        params = networks.inference(features, history)
     goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
     if args.subgoals == "actions":
-        goals = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goals, legal).exp()
-    goals = goals.reshape(m, n, -1)[..., : k * goal_size(args)]
-    present = (entities[..., 0] < env.config.num_cells).view(m, n, k)
-    return OpponentBelief(goals, params, features, entities, walls, legal, present)
+        goals = networks.moa(board, walls, clock.repeat_interleave(k, 1), goals, legal).exp()
+    return OpponentBelief(
+        goals=goals.reshape(m, n, -1)[..., : k * goal_size(args)],
+        params=params,
+        features=features,
+        board=board,
+        walls=walls,
+        legal=legal,
+        present=(board[..., 0] < env.config.num_cells).view(m, n, k),
+    )
 
 
-@compilable
+def co_players(views: tuple) -> tuple:
+    """views [M, n, N, ...] -> those of the co-players [M, n*K, ...]"""
+    return tuple(x[:, :, 1:].flatten(1, 2) for x in views)
+
+
 def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, clock, noise):
-    """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next [M, n, K, 7]"""
+    """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next
+    [M, n, K, 7]"""
     k = belief.present.shape[2]
+    goals = belief.goals.unflatten(2, (k, -1))
     if args.subgoals == "actions":
-        return belief.goals.unflatten(2, (k, -1)).log()
+        return goals.log()
     goal = sample_goal(args.goal_kind, belief.params, noise)
     if args.subgoals in GIVEN:
-        goal = belief.goals.unflatten(2, (k, -1)).flatten(1, 2)
+        goal = goals.flatten(1, 2)
     clock = clock.repeat_interleave(k, 1)
-    log_probs = networks.moa(belief.entities, belief.walls, clock, goal, belief.legal)
+    log_probs = networks.moa(belief.board, belief.walls, clock, goal, belief.legal)
     return log_probs.unflatten(1, (-1, k))
 
 
-@compilable
 def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, joint, history, done):
-    """history [M, n, K, 2 * hidden] after joint action [M, n, N]; after a game's end what the next one starts from"""
+    """history [M, n, K, 2 * hidden] after joint action [M, n, N]; after a game's end what the next
+    one starts from"""
     if args.subgoals in BAYES:
-        log_probs = belief.features.view(*belief.present.shape, 2, NUM_ACTIONS)
-        action = joint.long()[..., 1:, None, None].expand(*log_probs.shape[:-1], 1)
-        evidence = log_probs.gather(4, action)[..., 0].clamp(min=-10)
-        evidence = F.pad(evidence - evidence.amax(-1, keepdim=True), (0, 2))  # for or against, not how likely it was
-        history = torch.where(belief.present[..., None], history + evidence, history)
-        next_game = history_after_game(args, history, history_decay(args))
-        return torch.where(done[..., None, None], next_game, history)
+        return add_evidence(args, belief, joint, history, done)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
     event = networks.inference(belief.features, seen, method="event").unflatten(1, history.shape[1:3])
-    return add_event(history, event * belief.present[..., None], done[..., None, None], history_decay(args))
+    event = event * belief.present[..., None]
+    return add_event(history, event, done[..., None, None], history_decay(args))
 
 
 def add_event(history, event, done, discount):
-    """[..., 2 * hidden], [..., hidden], bool [..., 1] -> the history after it; `discount`: what a game's end leaves"""
+    """[..., 2 * hidden], [..., hidden], bool [..., 1] -> the history after it; `discount`: what a
+    game's end leaves"""
     now, before = history.chunk(2, -1)
     now = now + event
     next_game = torch.cat([torch.zeros_like(now), discount * (before + now)], -1)
@@ -881,50 +992,67 @@ def history_after_game(args: Args, history, discount):
         return F.pad(history[..., 2:] * (discount > 0), (2, 0))
     if args.subgoals == "bayes":  # discounted counts of what seems to have been pursued
         return F.pad(discount * (history[..., 2:] + bayes_posterior(args, history).exp()), (2, 0))
-    return add_event(history, 0.0, torch.ones_like(history[..., :1], dtype=torch.bool), discount)
+    done = torch.ones_like(history[..., :1], dtype=torch.bool)
+    return add_event(history, 0.0, done, discount)
 
 
 def history_decay(args: Args) -> float:
     """What is left of a history in the next game: nothing if that may be with somebody else"""
     redrawn = game.redraw_prob(args.redraw) == 1 and "mixed" in (args.seats or "")
-    return args.memory_discount if args.inter_episode_belief and not redrawn else 0.0
+    return 0.0 if redrawn else args.memory_discount
 
 
-def goal_action_probs(networks: Networks, entities, walls, clock, legal):
-    """HOP: boards as co-players see them [M, n*K, ...], clock [M, n] -> MOA's log-probabilities of what each does in
-    pursuit of a stag and of a hare, [M, n*K, 2 * 7]"""
-    inputs = (entities, walls, clock.repeat_interleave(entities.shape[1] // clock.shape[1], 1), legal)
-    *seen, legal = (x.repeat_interleave(2, 1) for x in inputs)
-    goal = torch.eye(2, device=clock.device).repeat(*entities.shape[:2], 1)
-    return networks.moa(*seen, goal, legal).view(*entities.shape[:2], -1)
+def goal_action_probs(networks: Networks, board, walls, clock, legal):
+    """HOP: boards as co-players see them [M, n*K, ...], clock [M, n] -> MOA's log-probabilities of
+    what each does in pursuit of a stag and of a hare, [M, n*K, 2 * 7]"""
+    clock = clock.repeat_interleave(board.shape[1] // clock.shape[1], 1)
+    twice = [x.repeat_interleave(2, 1) for x in (board, walls, clock, legal)]
+    goal = torch.eye(2, device=clock.device).repeat(*board.shape[:2], 1)
+    log_probs = networks.moa(*twice[:3], goal, twice[3])
+    return log_probs.view(*board.shape[:2], -1)
 
 
 def bayes_posterior(args: Args, history):
-    """HOP: history [..., 4] -> log-probabilities of stag and hare: how well each explains what was done in this game,
-    and how often each was pursued in those before"""
+    """HOP: history [..., 4] -> log-probabilities of stag and hare: how well each explains what was
+    done in this game, and how often each was pursued in those before"""
     evidence, before = history.chunk(2, -1)
     prior = (0.5 + before).clamp(min=1e-6) if args.subgoals == "hop" else 1 + before
     return (evidence + prior.log()).log_softmax(-1)
 
 
-def count_hunts(args: Args, joint, exited, history):
-    """HOP: b0 = alpha b0 + (1 - alpha) 1[goal] for co-players that leave with their prey; a history holds b0 - 0.5"""
-    goal = torch.stack([joint == game.HUNT_STAG, joint == game.HUNT_HARE], -1)[..., 1:, :].float()
-    change = (1 - args.memory_discount) * (goal - 0.5 - history[..., 2:]) * exited[..., 1:, None]
+def add_evidence(args: Args, belief: OpponentBelief, joint, history, done):
+    """HOP's update_history: history [M, n, K, 4]"""
+    log_probs = belief.features.view(*belief.present.shape, 2, NUM_ACTIONS)
+    action = joint.long()[..., 1:, None, None].expand(*log_probs.shape[:-1], 1)
+    evidence = log_probs.gather(4, action)[..., 0].clamp(min=-10)
+    evidence = evidence - evidence.amax(-1, keepdim=True)  # for or against, not how likely it was
+    seen = history + F.pad(evidence, (0, 2))
+    history = torch.where(belief.present[..., None], seen, history)
+    next_game = history_after_game(args, history, history_decay(args))
+    return torch.where(done[..., None, None], next_game, history)
+
+
+def count_hunts(args: Args, joint, has_exited, history):
+    """HOP: b0 = alpha b0 + (1 - alpha) 1[goal] for co-players that leave with their prey; a history
+    holds b0 - 0.5"""
+    hunts = [joint == game.HUNT_STAG, joint == game.HUNT_HARE]
+    goal = torch.stack(hunts, -1)[..., 1:, :].float()
+    change = (1 - args.memory_discount) * (goal - 0.5 - history[..., 2:]) * has_exited[..., 1:, None]
     return history + F.pad(change, (2, 0))
 
 
-# ---- Search: T trees at once in flat tensors, one per learner, game and goal sample. Only the learner's own actions
-# branch. All trees walk in step: a path that is over repeats its last node, and what it writes goes to a spare node. So
-# shapes are static, and nothing waits for the host.
+# ---- Search: T trees at once in flat tensors, one per learner, game and goal sample. Only the
+# learner's own actions branch. All trees walk in step: a path that is over repeats its last node,
+# and what it writes goes to a spare node. So shapes are static, and nothing waits for the host.
 
 ILLEGAL = -1e9
 
 
 class Position(NamedTuple):
-    """What a node stands for, [T, ...] (in a tree: [T, nodes, ...]; before: [M, E, ...]), in the learner's ego order"""
+    """What a node stands for, [T, ...] (in a tree: [T, nodes, ...]; before: [M, E, ...]), in the
+    learner's ego order"""
 
-    board: torch.Tensor  # uint8 [C, H, W]
+    board: torch.Tensor  # uint8 [N + P]
     time: torch.Tensor
     first_hunt: torch.Tensor
     last_joint: torch.Tensor  # [N]
@@ -934,133 +1062,168 @@ class Position(NamedTuple):
 class Tree(NamedTuple):
     """Node 0 is the root, simulation k adds node k + 1, the last node is the spare one"""
 
-    edges: torch.Tensor  # [T, nodes, 4, A] visits, sum of returns, log of the policy, child (0: none yet)
-    stats: torch.Tensor  # [T, nodes, 3] value, reward on the way here, ended
+    visits: torch.Tensor  # [T, nodes, A] of each edge
+    returns: torch.Tensor  # [T, nodes, A] their sum
+    log_policy: torch.Tensor  # [T, nodes, A], ILLEGAL where an action is
+    child: torch.Tensor  # int64 [T, nodes, A] where the edge leads (0: nowhere yet)
+    value: torch.Tensor  # [T, nodes]
+    reward: torch.Tensor  # [T, nodes] on the way here
+    ended: torch.Tensor  # bool [T, nodes]
     best: torch.Tensor  # int64 [T, nodes] the action to try next
-    best_child: torch.Tensor  # int64 [T, nodes] and where it leads; the same node where the path ends
+    best_child: torch.Tensor  # int64 [T, nodes] where it leads; the same node where the path ends
     opponent_probs: torch.Tensor  # [T, nodes, K, A]
     position: Position
 
 
-def completed_q(visits, total, logits, value):
-    """Q of each action [..., A]; of one that was not tried, a mix of the node's value [..., 1] and the Q of those that
-    were (Danihelka et al. 2022, appendix D)"""
-    q = total / visits.clamp(min=1)
-    tried = torch.where(visits > 0, logits, ILLEGAL).softmax(-1) * (visits > 0)
+def completed_q(visits, returns, log_policy, value):
+    """Q of each action [..., A]; of one that was not tried, a mix of the node's value [..., 1] and
+    the Q of those that were (Danihelka et al. 2022, appendix D)"""
+    tried = visits > 0
+    q = returns / visits.clamp(min=1)
+    policy = torch.where(tried, log_policy, ILLEGAL).softmax(-1) * tried
     count = visits.sum(-1, keepdim=True)
-    return torch.where(visits > 0, q, (value + count * (tried * q).sum(-1, keepdim=True)) / (1 + count))
+    mixed_value = (value + count * (policy * q).sum(-1, keepdim=True)) / (1 + count)
+    return torch.where(tried, q, mixed_value)
 
 
 def q_transform(args: Args, scale: float, visits, q):
-    """What Q [..., A] adds to the logits: more, the more has been tried (sigma in the same paper, c_visit = 50)"""
+    """What Q [..., A] adds to the logits: more, the more has been tried (sigma in the same paper,
+    c_visit = 50)"""
     return args.q_temperature * (1 + visits.amax(-1, keepdim=True) / 50) * q / scale
 
 
-def select_action(args: Args, scale: float, edges, value):
-    """edges [..., 4, A] and value [...] of nodes -> the action to try next, and its child (0: none yet)"""
-    visits, total, logits, child = edges.unbind(-2)
-    value, count = value[..., None], visits.sum(-1, keepdim=True)
+def select_action(args: Args, scale: float, visits, returns, log_policy, value):
+    """Edges [..., A] and value [...] of nodes -> the action to try next"""
+    value = value[..., None]
+    count = visits.sum(-1, keepdim=True)
     if args.root == "puct":
-        q = torch.where(visits > 0, total / visits.clamp(min=1), value)
-        score = q / scale + args.puct * logits.exp() * count.clamp(min=1).sqrt() / (1 + visits)
+        q = torch.where(visits > 0, returns / visits.clamp(min=1), value)
+        bonus = args.puct * log_policy.exp() * count.clamp(min=1).sqrt() / (1 + visits)
+        score = q / scale + bonus
     else:  # visits in proportion to the improved policy
-        improved = (logits + q_transform(args, scale, visits, completed_q(visits, total, logits, value))).softmax(-1)
+        q = completed_q(visits, returns, log_policy, value)
+        improved = (log_policy + q_transform(args, scale, visits, q)).softmax(-1)
         score = improved - visits / (1 + count)
-    action = torch.where(logits > ILLEGAL / 2, score, -torch.inf).argmax(-1)
-    return action, child.gather(-1, action[..., None])[..., 0].long()
+    return torch.where(log_policy > ILLEGAL / 2, score, -torch.inf).argmax(-1)
 
 
 @functools.cache
 def sequential_halving(num_actions: int, num_simulations: int, device) -> torch.Tensor:
-    """[considered, k]: how often an action has been visited that sequential halving visits in simulation k, if it
-    begins with so many actions: all of them equally often, then the better half, and so on"""
+    """[considered, k]: how often an action has been visited that sequential halving visits in
+    simulation k, if it begins with so many actions: all of them equally often, then the better
+    half, and so on"""
     table = []
     for considered in range(num_actions + 1):
-        row, visits, left = [], 0, max(1, considered)
+        row = []
+        visits = 0
+        left = max(1, considered)
         phases = max(1, math.ceil(math.log2(left)))
         while len(row) < num_simulations:
             more = max(1, num_simulations // (phases * left))
             row += [visits + i for i in range(more) for _ in range(left)]
-            visits, left = visits + more, max(min(2, left), left // 2)
+            visits += more
+            left = max(min(2, left), left // 2)
         table.append(row[:num_simulations])
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
-@compilable
-def gumbel_root_action(args: Args, scale: float, edges, value, gumbel, visits_due):
-    """The root's next action: of those visited `visits_due` [T] times, the best by noise [T, A], logits and Q"""
-    visits, total, logits, _ = edges.unbind(-2)
-    score = gumbel + logits + q_transform(args, scale, visits, completed_q(visits, total, logits, value[..., None]))
-    score = torch.where(logits > ILLEGAL / 2, score, ILLEGAL)
-    return torch.where(visits == visits_due[:, None], score, 2 * ILLEGAL).argmax(-1)
+def gumbel_root_action(args: Args, scale: float, visits, returns, log_policy, value, gumbel, due):
+    """The root's next action: of those visited `due` [T] times, the best by noise [T, A], logits
+    and Q"""
+    q = completed_q(visits, returns, log_policy, value[..., None])
+    score = gumbel + log_policy + q_transform(args, scale, visits, q)
+    score = torch.where(log_policy > ILLEGAL / 2, score, ILLEGAL)
+    return torch.where(visits == due[:, None], score, 2 * ILLEGAL).argmax(-1)
 
 
-def init_tree(args: Args, scale, position: Position, ended, logits, value, opponent_probs, num_simulations) -> Tree:
-    """Trees that are only roots, with what `evaluate` said; where `ended` [T] nothing can grow"""
+def init_tree(args: Args, scale, root: Position, ended, log_policy, value, opponent_probs, nodes):
+    """Trees of so many nodes that are only roots, with what `evaluate` said; where `ended` [T]
+    nothing can grow"""
 
     def allocate(x):  # [T, ...] of the roots -> [T, nodes, ...]
-        grown = x.new_zeros(len(x), num_simulations + 2, *x.shape[1:])
+        grown = x.new_zeros(len(x), nodes, *x.shape[1:])
         grown[:, 0] = x
         return grown
 
-    nothing = torch.zeros_like(logits)
-    edges = allocate(torch.stack([nothing, nothing, logits, nothing], 1))
-    edges[:, 1:, 2] = ILLEGAL
-    stats = allocate(torch.stack([value, nothing[:, 0], ended.to(value.dtype)], 1))
-    best = allocate(select_action(args, scale, edges[:, 0], value)[0])
-    best_child = torch.arange(num_simulations + 2, device=ended.device).repeat(len(ended), 1)
-    return Tree(edges, stats, best, best_child, allocate(opponent_probs), tree_map(allocate, position))
+    none = torch.zeros_like(log_policy)
+    best = select_action(args, scale, none, none, log_policy, value)
+    tree = Tree(
+        visits=allocate(none),
+        returns=allocate(none),
+        log_policy=allocate(log_policy),
+        child=allocate(none.long()),
+        value=allocate(value),
+        reward=allocate(none[:, 0]),
+        ended=allocate(ended),
+        best=allocate(best),
+        best_child=torch.arange(nodes, device=ended.device).repeat(len(ended), 1),
+        opponent_probs=allocate(opponent_probs),
+        position=tree_map(allocate, root),
+    )
+    tree.log_policy[:, 1:] = ILLEGAL
+    return tree
 
 
 class TreePath(NamedTuple):
-    """From the root to where a tree grows: edges d = 0 ... depth - 1, some at the end without use"""
+    """From the root to where a tree grows: edges d = 0 ... depth - 1, some at the end without
+    use"""
 
     node: torch.Tensor  # int64 [T, depth] where edge d begins
     action: torch.Tensor  # int64 [T, depth]
     mask: torch.Tensor  # bool [T, depth] the edge is part of the path
-    stats: torch.Tensor  # [T, depth + 1, 3] `Tree.stats` of the nodes on the way
+    value: torch.Tensor  # [T, depth + 1] of the nodes on the way
+    reward: torch.Tensor  # [T, depth + 1]
     last: torch.Tensor  # int64 [T, 1] the last edge
     parent: torch.Tensor  # int64 [T] where it begins
     last_action: torch.Tensor  # int64 [T]
     is_new: torch.Tensor  # bool [T] it has no child yet
 
 
-@compilable
-def select_path(args: Args, tree: Tree, depth: int, allowed) -> TreePath:
+def select_path(tree: Tree, depth: int, allowed) -> TreePath:
     """Follows the pointers `depth` times; nowhere where not allowed, bool [T, 1]"""
-    rows = torch.arange(len(allowed), device=allowed.device)[:, None]
-    nodes = [torch.zeros_like(rows)]
+    nodes = [torch.zeros_like(allowed, dtype=torch.int64)]
     for _ in range(depth):
         nodes.append(tree.best_child.gather(1, nodes[-1]))  # where the path is over, its last node again
     path = torch.cat(nodes, 1)
     node = path[:, :-1]
+    action = tree.best.gather(1, node)
     moved = torch.cat([torch.ones_like(allowed), node[:, 1:] != node[:, :-1]], 1)
-    stats, action = tree.stats[rows, path], tree.best.gather(1, node)
-    mask = moved & (stats[:, :-1, 2] == 0) & allowed
+    mask = moved & ~tree.ended.gather(1, node) & allowed
     last = (mask.sum(1, keepdim=True) - 1).clamp(min=0)
-    parent, last_action = node.gather(1, last)[:, 0], action.gather(1, last)[:, 0]
-    is_new = mask.any(1) & (path[:, 1:].gather(1, last)[:, 0] == parent)
-    return TreePath(node, action, mask, stats, last, parent, last_action, is_new)
+    parent = node.gather(1, last)[:, 0]
+    return TreePath(
+        node=node,
+        action=action,
+        mask=mask,
+        value=tree.value.gather(1, path),
+        reward=tree.reward.gather(1, path),
+        last=last,
+        parent=parent,
+        last_action=action.gather(1, last)[:, 0],
+        is_new=mask.any(1) & (path[:, 1:].gather(1, last)[:, 0] == parent),
+    )
 
 
-@compilable
 def path_returns(args: Args, path: TreePath, reward, value) -> torch.Tensor:
-    """[T, depth] the return from each edge on. The path ends in the new node (reward and value [T]) or in an old one:
-    an end, or the deepest allowed"""
+    """[T, depth] the return from each edge on. The path ends in the new node (reward and value [T])
+    or in an old one: an end, or the deepest allowed"""
     depth = path.mask.shape[1]
     at_new = (torch.arange(depth, device=value.device) == path.last) & path.is_new[:, None]
-    rewards = torch.where(at_new, reward[:, None], path.stats[:, 1:, 1]) * path.mask
-    last_value = torch.where(path.is_new, value, path.stats[:, 1:, 0].gather(1, path.last)[:, 0])
+    rewards = torch.where(at_new, reward[:, None], path.reward[:, 1:]) * path.mask
+    last_value = torch.where(path.is_new, value, path.value[:, 1:].gather(1, path.last)[:, 0])
     powers = args.gamma ** torch.arange(depth + 1, dtype=value.dtype, device=value.device)
     ahead = (rewards * powers[:-1]).flip(1).cumsum(1).flip(1)
-    return (ahead + powers[path.mask.sum(1, keepdim=True)] * last_value[:, None]) / powers[:-1]
+    beyond = powers[path.mask.sum(1, keepdim=True)] * last_value[:, None]
+    return (ahead + beyond) / powers[:-1]
 
 
-@compilable
 def update_best(args: Args, scale: float, tree: Tree, changed, value):
-    """What to try next from the nodes `changed` [T, n], which have value [T, n] -> `best` and `best_child`"""
+    """What to try next from the nodes `changed` [T, n], which have value [T, n] -> `best` and
+    `best_child`"""
     rows = torch.arange(len(changed), device=changed.device)[:, None]
-    best, child = select_action(args, scale, tree.edges[rows, changed], value)
+    edges = tree.visits[rows, changed], tree.returns[rows, changed], tree.log_policy[rows, changed]
+    best = select_action(args, scale, *edges, value)
+    child = tree.child[rows, changed, best]
     return best, torch.where(child > 0, child, changed)
 
 
@@ -1070,52 +1233,69 @@ def pick(probs, uniform):
     return sum(edge <= uniform * total for edge in below)
 
 
-def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform, gumbel, record_time) -> Tree:
-    """Grows trees from `root` (not where `ended` [T]), one simulation for each of `uniform` [simulations, T, K], which
-    says what the co-players do on the new edge. advance(position, joint) -> position, reward, ended; evaluate(position)
-    -> log of the policy [T, A] (ILLEGAL where an action is), value [T], the co-players' probabilities [T, K, A]; scale:
-    of Q; gumbel [T, A]: noise of the Gumbel root; record_time(name) is called when a phase is over"""
-    simulations, one_step = len(uniform), args.planner == "one-step"
-    rows = torch.arange(len(ended), device=ended.device)
+def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform, gumbel, record_time):
+    """Grows trees from `root` (not where `ended` [T]), one simulation for each of `uniform`
+    [simulations, T, K], which says what the co-players do on the new edge. advance(position, joint)
+    -> position, reward, ended; evaluate(position) -> log of the policy [T, A] (ILLEGAL where an
+    action is), value [T], the co-players' probabilities [T, K, A]; scale: of Q; gumbel [T, A]:
+    noise of the Gumbel root; record_time(name) is called when a phase is over. -> Tree"""
+    simulations = len(uniform)
+    spare = simulations + 1
+    one_step = args.planner == "one-step"
     deepest = 1 if one_step else min(simulations, args.max_depth)
     stride = math.ceil(deepest / 4) if args.compile else 1  # four depths: each is compiled anew
-    logits, *said = evaluate(root)
-    tree = init_tree(args, scale, root, ended, logits, *said, simulations)
+    rows = torch.arange(len(ended), device=ended.device)
+    log_policy, value, opponent_probs = evaluate(root)
+    tree = init_tree(args, scale, root, ended, log_policy, value, opponent_probs, simulations + 2)
+    visits = tree.visits.flatten(1)
+    returns = tree.returns.flatten(1)
+    child = tree.child.flatten(1)
     record_time("network")
-    spare, actions, flat = simulations + 1, logits.shape[1], tree.edges.flatten(1)
-    legal, allowed = logits > ILLEGAL / 2, torch.ones_like(ended)[:, None]
-    visits_due = sequential_halving(actions, simulations, ended.device)[legal.sum(1)]  # [T, simulations]
+    actions = log_policy.shape[1]
+    legal = log_policy > ILLEGAL / 2
+    allowed = torch.ones_like(ended)[:, None]
+    due = sequential_halving(actions, simulations, ended.device)[legal.sum(1)]  # [T, simulations]
     for k in range(simulations):
         # Select: each node knows what to try next.
         if one_step:
-            tree.best[:, 0], tree.best_child[:, 0], allowed = k, 0, legal[:, k : k + 1]
+            tree.best[:, 0] = k
+            tree.best_child[:, 0] = 0
+            allowed = legal[:, k : k + 1]
         elif args.root == "gumbel":
-            action = gumbel_root_action(args, scale, tree.edges[:, 0], tree.stats[:, 0, 0], gumbel, visits_due[:, k])
+            edges = tree.visits[:, 0], tree.returns[:, 0], tree.log_policy[:, 0]
+            action = gumbel_root_action(args, scale, *edges, tree.value[:, 0], gumbel, due[:, k])
             tree.best[:, 0] = action
-            tree.best_child[:, 0] = tree.edges[:, 0, 3].gather(1, action[:, None])[:, 0].long()
-        path = select_path(args, tree, min(deepest, stride * (k // stride + 1)), allowed)
+            tree.best_child[:, 0] = tree.child[:, 0].gather(1, action[:, None])[:, 0]
+        path = select_path(tree, min(deepest, stride * (k // stride + 1)), allowed)
         record_time("select")
-        # Expand: the co-players' actions on this edge, the new position, and what the networks say about it.
+        # Expand: the co-players' actions on this edge, the new position, and what the networks say
+        # about it.
         others = pick(tree.opponent_probs[rows, path.parent], uniform[k])
         joint = torch.cat([path.last_action[:, None], others], 1)
-        position, reward, over = advance(Position(*(x[rows, path.parent] for x in tree.position)), joint)
+        parent = Position(*(x[rows, path.parent] for x in tree.position))
+        position, reward, over = advance(parent, joint)
         record_time("expand")
-        logits, value, opponent_probs = evaluate(position)
-        for kept, new in zip((*tree.position, tree.opponent_probs), (*position, opponent_probs), strict=True):
-            kept[:, k + 1] = new
-        tree.edges[:, k + 1, 2] = logits
+        log_policy, value, opponent_probs = evaluate(position)
         value = torch.where(over, 0.0, value)
-        tree.stats[:, k + 1] = torch.stack([value, reward, over.to(value.dtype)], 1)
+        tree.log_policy[:, k + 1] = log_policy
+        tree.value[:, k + 1] = value
+        tree.reward[:, k + 1] = reward
+        tree.ended[:, k + 1] = over
+        tree.opponent_probs[:, k + 1] = opponent_probs
+        for kept, new in zip(tree.position, position, strict=True):
+            kept[:, k + 1] = new
         record_time("network")
-        # Back up: returns to the edges of the path; what to try next from the nodes that changed and from the new one.
-        returns = path_returns(args, path, reward, value)
+        # Back up: returns to the edges of the path, the new child, and what to try next from all
+        # that changed.
+        edge_returns = path_returns(args, path, reward, value)
         node = torch.where(path.mask, path.node, spare)
-        place = node * 4 * actions + path.action
-        flat.scatter_add_(1, torch.cat([place, place + actions], 1), torch.cat([torch.ones_like(returns), returns], 1))
-        place = torch.where(path.is_new, path.parent, spare) * 4 * actions + 3 * actions + path.last_action
-        flat.scatter_(1, place[:, None], k + 1)
+        edge = node * actions + path.action
+        visits.scatter_add_(1, edge, torch.ones_like(edge_returns))
+        returns.scatter_add_(1, edge, edge_returns)
+        new_edge = torch.where(path.is_new, path.parent, spare) * actions + path.last_action
+        child.scatter_(1, new_edge[:, None], k + 1)
         changed = torch.cat([node, torch.full_like(rows[:, None], k + 1)], 1)
-        values = torch.cat([path.stats[:, :-1, 0], value[:, None]], 1)
+        values = torch.cat([path.value[:, :-1], value[:, None]], 1)
         best, best_child = update_best(args, scale, tree, changed, values)
         tree.best.scatter_(1, changed, best)
         tree.best_child.scatter_(1, changed, best_child)
@@ -1124,40 +1304,69 @@ def search(args: Args, scale, root: Position, ended, advance, evaluate, uniform,
 
 
 def root_policy(args: Args, scale: float, tree: Tree, gumbel, num_trees: int):
-    """The trees of a decision -> log of the improved policy [n, A], what is played [n, A], visits [n, A], Q [n, A].
-    pUCT plays the improved policy, a softmax of beta * Q / scale (and of the policy's logits, --search-prior); the
-    Gumbel root the best action by noise, logits and Q: with one tree among the most visited, with several among all."""
-    visits, total, logits, _ = tree.edges[:, 0].unflatten(0, (-1, num_trees)).unbind(-2)  # [n, trees, A]
-    q = completed_q(visits, total, logits, tree.stats[:, 0, :1].unflatten(0, (-1, num_trees))).mean(1)
-    visits, logits = visits.sum(1), logits[:, 0]
+    """The trees of a decision -> log of the improved policy [n, A], what is played [n, A], visits
+    [n, A], Q [n, A]. pUCT plays the improved policy, a softmax of beta * Q / scale (and of the
+    policy's logits, --search-prior); the Gumbel root the best action by noise, logits and Q: with
+    one tree among the most visited, with several among all."""
+
+    def by_decision(x):  # [T, nodes, ...] -> of the roots [n, trees, ...]
+        return x[:, 0].unflatten(0, (-1, num_trees))
+
+    visits = by_decision(tree.visits)
+    logits = by_decision(tree.log_policy)
+    value = by_decision(tree.value)[..., None]
+    q = completed_q(visits, by_decision(tree.returns), logits, value).mean(1)
+    visits = visits.sum(1)
+    logits = logits[:, 0]
     legal = logits > ILLEGAL / 2
-    gain = q_transform(args, scale, visits / num_trees, q) if args.root == "gumbel" else args.q_temperature * q / scale
-    prior = logits if args.root == "gumbel" else args.search_prior * logits
+    if args.root == "gumbel":
+        gain = q_transform(args, scale, visits / num_trees, q)
+        prior = logits
+    else:
+        gain = args.q_temperature * q / scale
+        prior = args.search_prior * logits
     improved = torch.where(legal, prior + gain, ILLEGAL).log_softmax(-1)
-    improved = torch.where(tree.stats[::num_trees, 0, 2:] > 0, logits, improved)  # nothing was searched
+    ended = by_decision(tree.ended)[:, :1]
+    improved = torch.where(ended, logits, improved)  # nothing was searched
     if args.root == "puct" or args.planner == "one-step":
         return improved, improved.exp(), visits, q
     score = gumbel[::num_trees] + logits + gain
     if num_trees == 1:  # several trees do not agree on whom they visit most
         most = torch.where(legal, visits, -1)
         score = torch.where(most == most.amax(1, keepdim=True), score, 2 * ILLEGAL)
-    return improved, F.one_hot(score.argmax(1), score.shape[1]).to(q.dtype), visits, q
+    played = F.one_hot(score.argmax(1), score.shape[1]).to(q.dtype)
+    return improved, played, visits, q
 
 
-def plan_actions(args: Args, env, networks, position: Position, prey_position, oracle_id, belief, seat, record_time):
-    """Searches for M learners in E games each, from Position [M, E, ...] with the belief of infer_opponents, for the
-    learner's seat [M, E]. -> log of the improved policy [M, E, 7], what is played [M, E, 7], stats [M, E, 3] (gain:
-    what Q promises beyond the policy's own; KL to it; mean length of a path), Tree"""
-    config, trees, k, goals = env.config, args.num_trees, env.config.num_players - 1, belief.goals
-    (m, games), simulations = seat.shape, NUM_ACTIONS if args.planner == "one-step" else args.num_simulations
-    known = (position, prey_position.long(), oracle_id, goals, belief.params.unflatten(1, (games, k)), seat)
-    position, prey_position, oracle_id, goals, params, seat = tree_map(lambda x: x.repeat_interleave(trees, 1), known)
+class Plan(NamedTuple):
+    """What a search found, for M learners in E games each"""
+
+    log_probs: torch.Tensor  # [M, E, 7] of the improved policy
+    played: torch.Tensor  # [M, E, 7] probabilities of what is played
+    visits: torch.Tensor  # [M, E, 7] of the root's actions
+    q: torch.Tensor  # [M, E, 7]
+    stats: torch.Tensor  # [M, E, 3] gain: what Q promises beyond the policy's own; KL to it; mean length of a path
+
+
+def plan_actions(args: Args, env, networks, infer, position: Position, walls, oracle_id, belief, seat, record_time):
+    """Searches from Position [M, E, ...] with the belief of infer_opponents, for the learner's seat
+    [M, E]. infer: infer_opponents, or what stands for it. -> Plan, Tree"""
+    config = env.config
+    trees = args.num_trees
+    k = config.num_players - 1
+    m, games = seat.shape
+    simulations = NUM_ACTIONS if args.planner == "one-step" else args.num_simulations
+    params = belief.params.unflatten(1, (games, k))
+    inputs = (position, walls, oracle_id, belief.goals, params, seat)
+    inputs = tree_map(lambda x: x.repeat_interleave(trees, 1), inputs)
+    position, walls, oracle_id, goals, params, seat = inputs
+    params = params.flatten(1, 2)
     moa_goal = oracle_id.flatten(1, 2)
     if args.subgoals not in GIVEN and not args.infer_in_tree:
         noise = goal_noise(args, m, games * trees * k, device=env.device)
-        moa_goal = sample_goal(args.goal_kind, params.flatten(1, 2), noise)
+        moa_goal = sample_goal(args.goal_kind, params, noise)
     if args.subgoals == "actions":
-        moa_goal = goal_mean(args.goal_kind, params.flatten(1, 2))
+        moa_goal = goal_mean(args.goal_kind, params)
     record_time("infer_subgoals")
 
     def by_learner(x):  # [T = M*n, ...] -> [M, n, ...]
@@ -1165,150 +1374,286 @@ def plan_actions(args: Args, env, networks, position: Position, prey_position, o
 
     def evaluate(position: Position):
         here = tree_map(by_learner, position)
-        clock, views = here.time / config.final_time, entity_views(args, env, here.board, prey_position)
+        clock = here.time / config.final_time
+        views = entity_views(env, here.board, walls)
         if args.infer_in_tree:
-            belief = infer_opponents(args, env, networks, views, clock, here.history, oracle_id)
+            belief = infer(args, env, networks, views, clock, here.history, oracle_id)
             record_time("infer_subgoals")
             noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
             opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
-            read = belief.goals
+            policy_goals = belief.goals
         else:
-            opponent_probs = predict_opponents(args, networks, views, clock, moa_goal)
-            read = opponent_probs.flatten(2) if args.subgoals == "actions" else goals
+            opponent_probs = predict_opponents(networks, views, clock, moa_goal)
+            policy_goals = opponent_probs.flatten(2) if args.subgoals == "actions" else goals
         record_time("moa")
-        _, _, *said = evaluate_policy(args, networks.policy, views, clock, here.last_joint, read)
-        return tuple(x.flatten(0, 1) for x in (*said, opponent_probs))
+        _, _, log_probs, value = evaluate_policy(args, networks.policy, views, clock, here.last_joint, policy_goals)
+        return log_probs.flatten(0, 1), value.flatten(), opponent_probs.flatten(0, 1)
 
     def advance(position: Position, joint):
-        here, history = tree_map(by_learner, position), position.history
+        here = tree_map(by_learner, position)
+        learner_joint = by_learner(joint)
         if args.search_model == "env":
-            next_board, reward = env_transition(args, env, position, prey_position.flatten(0, 1), joint, seat.flatten())
+            next_board, reward = env_transition(env, position, walls.flatten(0, 1), joint, seat.flatten())
         else:
-            next_board, reward = predict_step(args, config, networks.world, here.board, by_learner(joint), seat)
-            next_board, reward = next_board.flatten(0, 1), reward.flatten()
-        reward = shape_reward(args, config, reward, position.board, joint)
+            next_board, reward = predict_step(config, networks.world, here.board, walls, learner_joint, seat)
+            next_board = next_board.flatten(0, 1)
+            reward = reward.flatten()
+        reward = shape_reward(args, config, reward, position.board, joint, next_board)
         time_next = position.time + 1
         over, first_hunt = imagined_end(config, position.board, next_board, time_next, position.first_hunt)
+        history = position.history
         if args.infer_in_tree:
-            views, clock = entity_views(args, env, here.board, prey_position), here.time / config.final_time
-            belief = infer_opponents(args, env, networks, views, clock, here.history, oracle_id)
+            views = entity_views(env, here.board, walls)
+            belief = infer(args, env, networks, views, here.time / config.final_time, here.history, oracle_id)
             no_end = torch.zeros_like(by_learner(over))
-            history = update_history(args, env, networks, belief, by_learner(joint), here.history, no_end).flatten(0, 1)
+            history = update_history(args, env, networks, belief, learner_joint, here.history, no_end)
+            history = history.flatten(0, 1)
         return Position(next_board, time_next, first_hunt, joint, history), reward, over
 
-    position = position._replace(history=position.history[..., : None if args.infer_in_tree else 0])
+    if not args.infer_in_tree:
+        position = position._replace(history=position.history[..., :0])
     root = tree_map(lambda x: x.flatten(0, 1), position)
     uniform = torch.rand(simulations, len(root.time), k, device=env.device)
     gumbel = torch.rand(m * games, NUM_ACTIONS, device=env.device).clamp(1e-6, 1 - 1e-6)
-    gumbel = -(-gumbel.log()).log().repeat_interleave(trees, 0)
+    gumbel = -(-gumbel.log()).log().repeat_interleave(trees, 0)  # the same in all trees of a decision
     scale = max(abs(payoff) for payoff in config.payoffs()) or 1.0
-    tree = search(args, scale, root, ~learner_mask(config, root.board), advance, evaluate, uniform, gumbel, record_time)
-    log_probs, played, _, q = root_policy(args, scale, tree, gumbel, trees)
-    own = tree.edges[::trees, 0, 2]
-    gain = ((log_probs.exp() - own.exp()) * q).sum(1)
-    kl = (log_probs.exp() * (log_probs - own).clamp(-50, 50)).sum(1)
-    depth = tree.edges[:, :-1, 0].sum((1, 2)) / tree.edges[:, 0, 0].sum(1).clamp(min=1)  # a node on a path counts one
+    ended = ~learner_mask(config, root.board)
+    tree = search(args, scale, root, ended, advance, evaluate, uniform, gumbel, record_time)
+    log_probs, played, visits, q = root_policy(args, scale, tree, gumbel, trees)
+    log_policy = tree.log_policy[::trees, 0]
+    gain = ((log_probs.exp() - log_policy.exp()) * q).sum(1)
+    kl = (log_probs.exp() * (log_probs - log_policy).clamp(-50, 50)).sum(1)
+    edges_walked = tree.visits[:, :-1].sum((1, 2))  # of a path of d edges d are counted
+    depth = edges_walked / tree.visits[:, 0].sum(1).clamp(min=1)
     stats = torch.stack([gain, kl, depth.view(-1, trees).mean(1)], 1)
     record_time("backup")
-    return *(x.view(m, games, -1) for x in (log_probs, played, stats)), tree
+    fields = (log_probs, played, visits, q, stats)
+    return Plan(*(x.view(m, games, -1) for x in fields)), tree
 
 
-@compilable
-def predict_opponents(args: Args, networks: Networks, views: tuple, clock, goal):
-    """What co-players that pursue `goal` [M, n*K, D] do on boards seen as `views` [M, n, N, ...] -> [M, n, K, 7]"""
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
+def predict_opponents(networks: Networks, views: tuple, clock, goal):
+    """What co-players that pursue `goal` [M, n*K, D] do on boards seen as `views` [M, n, N, ...] ->
+    [M, n, K, 7]"""
+    board, walls, legal = co_players(views)
     k = views[0].shape[2] - 1
-    log_probs = networks.moa(entities, walls, clock.repeat_interleave(k, 1), goal, legal)
+    log_probs = networks.moa(board, walls, clock.repeat_interleave(k, 1), goal, legal)
     return log_probs.exp().unflatten(1, (-1, k))
 
 
-@compilable
-def env_transition(args: Args, env, position: Position, prey_position, joint, seat):
-    """The game's own rules on boards [T, C, H, W], seen from `seat` [T] -> the next boards, the learner's reward"""
-    config, n, planes = env.config, env.config.num_players, position.board.flatten(2)
-    kinds = [config.num_stags, config.num_hares]
-    to_seats, to_ego = env.unego[seat], env.ego[seat]
-    cell, present = planes[:, :n].argmax(2).gather(1, to_seats), (planes[:, :n].amax(2) > 0).gather(1, to_seats)
-    alive = [planes[:, n + 1 + i].gather(1, cells) for i, cells in enumerate(prey_position.split(kinds, 1))]
-    alive, walls = torch.cat(alive, 1) > 0, planes[:, n].contiguous()
-    state = game.State(cell.int(), present, prey_position.int(), alive, walls, position.time, position.first_hunt)
+def env_transition(env, position: Position, walls, joint, seat):
+    """The game's own rules on boards [T, N + P], seen from `seat` [T] -> the next boards, the
+    learner's reward"""
+    config = env.config
+    gone = config.num_cells
+    to_seats = env.unego[seat]
+    players, prey = position.board.int().split([config.num_players, config.num_prey], 1)
+    players = players.gather(1, to_seats)
+    state = game.State(
+        position=players.clamp(max=gone - 1),
+        present=players < gone,
+        prey_position=prey.clamp(max=gone - 1),
+        prey_alive=prey < gone,
+        walls=walls.expand(-1, gone),
+        time=position.time,
+        first_hunt=position.first_hunt,
+    )
     state, reward, _, _ = env.transition(state, joint.gather(1, to_seats))
-    players = torch.where(state.present, state.position, config.num_cells).gather(1, to_ego)
-    prey = env.one_hot[torch.where(state.prey_alive, state.prey_position, config.num_cells)].split(kinds, 1)
-    shared = torch.stack([state.walls.view(env.word), *(x.sum(1, dtype=env.word) for x in prey)], 1)
-    board = torch.cat([env.one_hot[players], shared], 1).view(torch.uint8).view_as(position.board)
+    players = torch.where(state.present, state.position, gone).gather(1, env.ego[seat])
+    prey = torch.where(state.prey_alive, state.prey_position, gone)
+    board = torch.cat([players, prey], 1).to(torch.uint8)
     return board, reward.gather(1, seat[:, None])[:, 0]
 
 
 # ---- Rollout
 
 
+class Replay:
+    """A ring of the last rollouts [rollouts, M, T, E, ...] on the device, allocated when the first
+    one comes in; of the histories, by far the largest, only those before each rollout's first
+    step."""
+
+    def __init__(self, num_rollouts: int, device):
+        self.num_rollouts = num_rollouts
+        self.data = None
+        self.pushed = torch.zeros((), dtype=torch.int64, device=device)  # how many came in
+
+    def push(self, transitions: "Transitions") -> None:
+        transitions = transitions._replace(history=transitions.history[:, :1])
+        if self.data is None:
+            self.data = tree_map(lambda x: x.new_zeros(self.num_rollouts, *x.shape), transitions)
+        slot = (self.pushed % self.num_rollouts)[None]
+        for kept, new in zip(self.data, transitions, strict=True):
+            kept.index_copy_(0, slot, new[None])
+        self.pushed.add_(1)
+
+    def sample(self, count: int, window: int) -> "Transitions":
+        """Windows of so many whole rollouts [M, window * T, count, ...]; 0: single steps [M, count,
+        ...]. Where nothing follows the first rollout yet, its last step is marked as the end of a
+        game."""
+        rollouts, m, steps, games = self.data.done.shape
+        device = self.pushed.device
+        slot, step, column = torch.rand(3, m, count, device=device)
+        slot = (slot * self.pushed.clamp(max=rollouts)).long()
+        step = (step * steps).long()
+        column = (column * games).long()
+        learner = torch.arange(m, device=device)[:, None]
+        if not window:
+            return tree_map(lambda x: x[slot, learner, step % x.shape[2], column], self.data)
+        newest = slot == (self.pushed - 1) % rollouts
+        step = torch.arange(window * steps, device=device)[:, None]
+        slot = (slot[:, None] + step // steps) % rollouts
+        index = learner[:, None]
+        column = column[:, None]
+        windows = tree_map(lambda x: x[slot, index, step % x.shape[2], column], self.data)
+        windows.done[:, steps - 1] |= newest
+        return windows
+
+    def state_dict(self) -> dict:
+        data = {} if self.data is None else {"data": self.data._asdict()}
+        return {"pushed": self.pushed, **data}
+
+    def allocate(self, saved: dict) -> None:
+        """As large as that of a checkpoint"""
+        if "data" in saved:
+            data = {name: x.to(self.pushed.device) for name, x in saved["data"].items()}
+            self.data = Transitions(**data)
+
+
+class Games:
+    """Games under way of M learners, E each, and the last rollouts of them. tables: who sits where,
+    N names for each block of --num-envs games. watch: rule-based players play, the learners look
+    on."""
+
+    def __init__(self, args: Args, tables: list[list[str]], device, watch: bool = False):
+        config = args.config
+        decay = history_decay(args)
+        redraw = args.redraw
+        if watch:
+            redraw = "never" if decay else "game"
+        resets = decay > 0 and args.subgoals == "posterior"
+        env_seed = torch.initial_seed() + 1
+        self.env = StagHuntEnv(config, len(tables) * args.num_envs, device, env_seed, compile=args.compile)
+        self.seats = game.Seats(
+            self.env,
+            tables,
+            share_parameters=args.share_parameters,
+            population=args.population,
+            redraw=redraw,
+            remember=decay > 0,
+            watch=watch,
+            reset_prob=args.history_reset_prob if resets else 0.0,
+        )
+        shape = self.seats.learner_seat.shape  # [M, E]
+        self.last_joint = torch.full((*shape, config.num_players), STAY, device=device)
+        history_size = 2 * args.subgoal_hidden if needs_models(args) else 0
+        if args.subgoals in BAYES:
+            history_size = 4
+        self.history = torch.zeros(*shape, config.num_players - 1, history_size, device=device)
+        self.replay = Replay(args.replay_rollouts, device)
+
+    def state_dict(self) -> dict:
+        return {
+            "env": self.env.state_dict(),
+            "seats": self.seats.state_dict(),
+            "replay": self.replay.state_dict(),
+            "last_joint": self.last_joint,
+            "history": self.history,
+        }
+
+
 class Transitions(NamedTuple):
     """T steps of M learners, each field [M, T, E, ...]; this is what the replay keeps"""
 
-    board: torch.Tensor  # uint8 [..., C, H, W]
-    prey_position: torch.Tensor  # uint8 [..., P] at the start of the game
+    board: torch.Tensor  # uint8 [..., N + P]
+    walls: torch.Tensor  # uint8 [..., H*W] (one 0 where the game has none)
     time: torch.Tensor  # uint8
     first_hunt: torch.Tensor  # int16
     seat: torch.Tensor  # uint8, the learner's: its strength, where these differ
     last_joint: torch.Tensor  # uint8 [..., N] what everybody did before this step
     joint: torch.Tensor  # uint8 [..., N] and in it
     reward: torch.Tensor  # the learner's, from the game
-    exited: torch.Tensor  # bool [..., N] who left the board with the step
+    next_board: torch.Tensor  # uint8 [..., N + P] of the same game, also at its end
     done: torch.Tensor  # bool: the game ended with the step
-    next_board: torch.Tensor  # uint8 [..., C, H, W] of the same game, also at its end (without world model: nothing)
     history: torch.Tensor  # bfloat16 [..., K, 2 * hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
     oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely (--subgoals oracle, posterior)
 
 
-def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint):
-    """The learner's reward for a step, real or imagined: the place for a bonus of your own. reward [...] from the game,
-    board uint8 [..., C, H, W] before the step, joint action [..., N] -> [...]"""
+def exited(config: StagHuntConfig, board, next_board) -> torch.Tensor:
+    """bool [..., N]: who left the board with the step"""
+    before = board[..., : config.num_players]
+    after = next_board[..., : config.num_players]
+    return (before < config.num_cells) & (after == config.num_cells)
+
+
+def learner_mask(config: StagHuntConfig, board) -> torch.Tensor:
+    """bool [...]: does the step count? The learner is on the board (prosocial: or has left it)."""
+    present = board[..., 0] < config.num_cells
+    return torch.ones_like(present) if config.prosocial else present
+
+
+def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint, next_board):
+    """The learner's reward for a step, real or imagined: the place for a bonus of your own. reward
+    [...] from the game, boards uint8 [..., N + P] before and after the step (cell = row * width +
+    column), joint action [..., N] -> [...]"""
     return reward
 
 
-@compilable
 def evaluate_policy(args: Args, policy: Stacked, views: tuple, clock, last_joint, goals):
-    """views [M, n, N, ...] (see entity_views), of which the policy reads the learner's own -> its inputs [M, n, i],
-    legal actions, log-probabilities [M, n, 7], values [M, n]"""
-    entities, walls, legal = (x[:, :, 0] for x in views)
-    inputs = policy_inputs(args, entities, walls, clock, last_joint, goals)
-    return inputs, legal, *policy(inputs, legal)
+    """views [M, n, N, ...] (see entity_views), of which the policy reads the learner's own -> its
+    inputs [M, n, i], legal actions, log-probabilities [M, n, 7], values [M, n]"""
+    board, walls, legal = (x[:, :, 0] for x in views)
+    inputs = policy_inputs(args, board, walls, clock, last_joint, goals)
+    log_probs, value = policy(inputs, legal)
+    return inputs, legal, log_probs, value
 
 
-def stack_steps(steps: list[dict], dim: int = 1) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([step[name] for step in steps], dim) for name in steps[0]}
+def told_subgoals(args: Args, games: Games):
+    """[M, E, K, D] for --subgoals oracle and posterior; else nothing, [M, E, 0]"""
+    seats = games.seats
+    if args.subgoals not in GIVEN:
+        return games.history.new_zeros(*seats.learner_seat.shape, 0)
+    known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
+    told = seats.to_learners(games.env.seats_to_ego(known))[:, :, 1:]
+    return F.pad(told, (0, args.goal_dim - told.shape[3]))
+
+
+def stack_steps(steps: list, dim: int = 1):
+    """Dicts or named tuples of tensors -> one of stacked tensors"""
+    return tree_map(lambda *x: torch.stack(x, dim), *steps)
 
 
 @torch.no_grad()
-def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners_act=True, timer=None):
-    """Plays num_steps steps of all games; without learners_act the learners only watch. Goes on from rollout_state,
-    last_joint [M, E, N] and history [M, E, K, _], and overwrites it. -> Transitions; outputs, a dict of what the
-    policy read and said [M, T, E, ...] (value: [M, T + 1, E]); episodes, a dict of what finished games left [T, B, ...]
-    and of everybody's action probabilities [T / 8, B, N, 7]. timer: of the first search"""
-    steps, outputs, values, episodes, probabilities = [], [], [], [], []
+def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=None, timer=None):
+    """Plays num_steps steps of all games; learners act unless the games are only watched. infer:
+    another infer_opponents. -> Transitions; outputs, a dict of what the policy read and said [M, T,
+    E, ...] (value: [M, T + 1, E]) and what its search found; episodes, a dict of what finished
+    games left [T, B, ...] and of action probabilities [T / 8, B, N, 7]. timer: of the first
+    search"""
+    env = games.env
+    seats = games.seats
+    config = env.config
+    infer = infer or infer_opponents
+    searches = args.planner != "none" and not seats.watch
     reset_prob = args.history_reset_prob if history_decay(args) else 0.0
     measured = min(num_steps, 8)  # MOA is measured on every 8th step
-    searches = args.planner != "none" and learners_act
-    obs = env.observe(env.state)
+    steps, outputs, values = [], [], []
+    episodes, probabilities = [], []
     for step in range(num_steps + 1):
         record_time = timer.record if timer and searches and step == 0 else lambda _: None
-        state, board = env.state, seats.to_learners(obs)
+        state = env.state
+        board = seats.to_learners(env.cells(state))
+        walls = seats.per_learner(state.walls[:, : config.num_wall_cells])
         clock = seats.per_learner(env.clock(state))
-        last_joint = rollout_state["last_joint"].clone()
-        found = last_joint[..., :0].float()  # by a search
-        prey_position = seats.per_learner(state.prey_position)
-        views = entity_views(args, env, board, prey_position, 1 if networks.inference is None else None)
-        history = oracle_id = goals = next_board = history_reset = clock[..., None][..., :0]  # if off
-        if args.subgoals in GIVEN:
-            known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
-            oracle_id = seats.to_learners(env.seats_to_ego(known))[:, :, 1:]
-            oracle_id = F.pad(oracle_id, (0, args.goal_dim - oracle_id.shape[3]))
-            goals = oracle_id.flatten(2)
+        time_now = seats.per_learner(state.time)  # a copy: env.advance overwrites env.state
+        first_hunt = seats.per_learner(state.first_hunt)
+        last_joint = games.last_joint.clone()
+        history = games.history.clone()
+        views = entity_views(env, board, walls, 1 if networks.inference is None else None)
+        oracle_id = told_subgoals(args, games)
+        goals = oracle_id.flatten(2)
         if networks.inference is not None:
-            history = rollout_state["history"].clone()
-            belief = infer_opponents(args, env, networks, views, clock, history, oracle_id)
+            belief = infer(args, env, networks, views, clock, history, oracle_id)
             goals = belief.goals
             record_time("infer_subgoals")
         inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
@@ -1316,118 +1661,94 @@ def rollout(args: Args, env, seats, networks, rollout_state, num_steps, learners
         if step == num_steps:
             break
         record_time("network")
+        found = {}
         if searches:
-            clocks = (seats.per_learner(x) for x in (state.time, state.first_hunt))
-            here = (Position(board, *clocks, last_joint, history), prey_position, oracle_id, belief, seats.learner_seat)
-            log_probs, played, found, _ = plan_actions(args, env, networks, *here, record_time)
-        probs = seats.action_probs(state, log_probs.exp() if learners_act else None)  # [B, N, 7]
+            position = Position(board, time_now, first_hunt, last_joint, history)
+            situation = position, walls, oracle_id, belief, seats.learner_seat
+            plan, _ = plan_actions(args, env, networks, infer, *situation, record_time)
+            log_probs = plan.log_probs
+            found = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
+        probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
         if networks.moa is not None and (step + 1) % measured == 0:
-            probabilities.append({"probs": probs, "posterior_probs": seats.posterior_probs()})
-        actions = game.sample(seats.to_seats(played, probs) if searches else probs)
+            probabilities.append({"probs": probs, "bayes_probs": seats.posterior_probs()})
+        actions = game.sample(seats.to_seats(plan.played, probs) if searches else probs)
         joint = seats.to_learners(env.seats_to_ego(actions))
-        time_now, first_hunt = seats.per_learner(state.time).byte(), seats.per_learner(state.first_hunt).short()
-        obs, reward, present_before, done = env.step(actions)
+        reward, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
-        present_after = torch.where(done[:, None], env.final_state.present, env.state.present)
-        exited = seats.to_learners(env.seats_to_ego(present_before & ~present_after))
-        own_done = seats.per_learner(done)
-        if networks.world is not None:
-            next_board = seats.to_learners(torch.where(done.view(-1, 1, 1, 1, 1), env.final_observation(), obs))
+        next_cells = torch.where(done[:, None, None], env.cells(env.final_state), env.cells(env.state))
+        next_board = seats.to_learners(next_cells)
+        learner_done = seats.per_learner(done)
+        history_reset = torch.zeros_like(learner_done)
         if networks.inference is not None:
-            counted = count_hunts(args, joint, exited, history) if args.subgoals == "hop" else history
-            next_history = update_history(args, env, networks, belief, joint, counted, own_done)
-            history_reset = own_done & (torch.rand(own_done.shape, device=env.device) < reset_prob)
-            rollout_state["history"].copy_(next_history.masked_fill(history_reset[..., None, None], 0.0))
-        rollout_state["last_joint"].copy_(joint.masked_fill(own_done[..., None], STAY))
-        fields = {"board": board, "prey_position": prey_position.byte(), "time": time_now, "first_hunt": first_hunt}
-        fields |= {"seat": seats.learner_seat.byte(), "last_joint": last_joint.byte()}
-        fields |= {"joint": joint.byte(), "reward": seats.to_learners(reward)}
-        fields |= {"exited": exited, "done": own_done, "next_board": next_board.byte(), "history": history.bfloat16()}
-        steps.append(fields | {"history_reset": history_reset, "oracle_id": oracle_id})
-        outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, "search": found})
-        final = {"return": env.final_return.clone(), "length": env.final_length.clone(), "prey": env.final_prey}
-        episodes.append({"done": done} | final)
-    outputs = stack_steps(outputs) | {"value": torch.stack(values, 1)}
-    episodes = stack_steps(episodes, 0) | (stack_steps(probabilities, 0) if probabilities else {})
-    return Transitions(**stack_steps(steps)), outputs, episodes
+            counted = history
+            if args.subgoals == "hop":
+                counted = count_hunts(args, joint, exited(config, board, next_board), history)
+            next_history = update_history(args, env, networks, belief, joint, counted, learner_done)
+            history_reset = learner_done & (torch.rand(learner_done.shape, device=env.device) < reset_prob)
+            games.history.copy_(next_history.masked_fill(history_reset[..., None, None], 0.0))
+        games.last_joint.copy_(joint.masked_fill(learner_done[..., None], STAY))
+        steps.append(
+            Transitions(
+                board=board,
+                walls=walls,
+                time=time_now.byte(),
+                first_hunt=first_hunt.short(),
+                seat=seats.learner_seat.byte(),
+                last_joint=last_joint.byte(),
+                joint=joint.byte(),
+                reward=seats.to_learners(reward),
+                next_board=next_board,
+                done=learner_done,
+                history=history.bfloat16(),
+                history_reset=history_reset,
+                oracle_id=oracle_id,
+            )
+        )
+        outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, **found})
+        episodes.append(
+            {
+                "done": done,
+                "return": env.final_return.clone(),
+                "length": env.final_length.clone(),
+                "prey": env.final_prey,
+            }
+        )
+    outputs = {**stack_steps(outputs), "value": torch.stack(values, 1)}
+    episodes = stack_steps(episodes, 0)
+    if probabilities:
+        episodes |= stack_steps(probabilities, 0)
+    return stack_steps(steps), outputs, episodes
 
 
-# ---- Model losses
-
-
-class Replay:
-    """A ring of R rollouts [R, M, T, E, ...] on the device, allocated when the first one comes in; of the histories, by
-    far the largest, only those before each rollout's first step."""
-
-    def __init__(self, rollouts: int, device):
-        self.rollouts = rollouts
-        self.data = None
-        self.pushed = torch.zeros((), dtype=torch.int64, device=device)  # how many came in
-
-    def push(self, transitions: Transitions) -> None:
-        transitions = transitions._replace(history=transitions.history[:, :1])
-        if self.data is None:
-            self.data = Transitions(*(x.new_zeros(self.rollouts, *x.shape) for x in transitions))
-        slot = (self.pushed % self.rollouts)[None]
-        for kept, new in zip(self.data, transitions, strict=True):
-            kept.index_copy_(0, slot, new[None])
-        self.pushed.add_(1)
-
-    def sample(self, count: int, window: int) -> Transitions:
-        """Windows of so many whole rollouts [M, window * T, count, ...]; 0: single steps [M, count, ...]. Where nothing
-        follows the first rollout yet, its last step is marked as the end of a game."""
-        rollouts, m, steps, games = self.data.done.shape
-        learner = torch.arange(m, device=self.pushed.device)[:, None]
-        slot, step, column = torch.rand(3, m, count, device=self.pushed.device)
-        slot = (slot * self.pushed.clamp(max=rollouts)).long()
-        step, column = (step * steps).long(), (column * games).long()
-        newest = slot == (self.pushed - 1) % rollouts
-        if window:
-            step = torch.arange(window * steps, device=step.device)[:, None]
-            slot, learner, column = (slot[:, None] + step // steps) % rollouts, learner[:, None], column[:, None]
-        found = Transitions(*(x[slot, learner, step % x.shape[2], column] for x in self.data))
-        if window:
-            found.done[:, steps - 1] |= newest
-        return found
-
-    def state_dict(self) -> dict:
-        """Boards as bits"""
-        saved = {} if self.data is None else self.data._asdict()
-        for name in ("board", "next_board") if saved else ():
-            saved[f"{name}_shape"] = torch.tensor(saved[name].shape)
-            saved[name] = torch.from_numpy(np.packbits(saved[name].cpu().numpy()))
-        return {"pushed": self.pushed} | saved
-
-    def load_state_dict(self, saved: dict) -> None:
-        game.copy_nested_({"pushed": self.pushed}, saved, "replay")
-        if "board" not in saved:
-            return
-        data = {name: saved[name] for name in Transitions._fields}
-        for name in ("board", "next_board"):
-            shape = saved[f"{name}_shape"].tolist()
-            data[name] = torch.from_numpy(np.unpackbits(saved[name].numpy(), count=math.prod(shape))).view(shape)
-        if self.data is None:
-            self.data = Transitions(*(x.to(self.pushed.device) for x in data.values()))
-        game.copy_nested_(self.data._asdict(), data, "replay")
+# ---- Training of the models
 
 
 def sample_replays(replay: Replay, offline: Replay | None, offline_ratio: float, count: int, window: int):
-    """As Replay.sample, a share of it from the rule-based games: at least one where it is neither 0 nor 1"""
-    old = round(count * offline_ratio) if offline is not None else 0
-    if offline is not None and 0 < offline_ratio < 1 and count > 1:
-        old = min(max(old, 1), count - 1)
-    shares = [(replay, count - old), (offline, old)]
-    parts = [source.sample(number, window) for source, number in shares if number]
-    return Transitions(*(torch.cat(fields, 2 if window else 1) for fields in zip(*parts, strict=True)))
+    """As Replay.sample, a share of it from the rule-based games: at least one where it is neither 0
+    nor 1"""
+    if offline is None:
+        return replay.sample(count, window)
+    rule_based = round(count * offline_ratio)
+    if 0 < offline_ratio < 1 and count > 1:
+        rule_based = min(max(rule_based, 1), count - 1)
+    parts = []
+    if rule_based < count:
+        parts.append(replay.sample(count - rule_based, window))
+    if rule_based > 0:
+        parts.append(offline.sample(rule_based, window))
+    return tree_map(lambda *x: torch.cat(x, 2 if window else 1), *parts)
 
 
 def masked_mean(x, weight):
     """[M, ...] -> [M]: the mean where weight [M, ...] says that it counts"""
-    return (x * weight).flatten(1).sum(1) / weight.flatten(1).sum(1).clamp(min=1e-6)
+    total = (x * weight).flatten(1).sum(1)
+    return total / weight.flatten(1).sum(1).clamp(min=1e-6)
 
 
-def mean_over_updates(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: x.detach().mean(0) for name, x in stack_steps(found, 0).items()} if found else {}
+def mean_over_updates(metrics: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    if not metrics:
+        return {}
+    return {name: x.detach().mean(0) for name, x in stack_steps(metrics, 0).items()}
 
 
 def same_game(done) -> torch.Tensor:
@@ -1436,164 +1757,213 @@ def same_game(done) -> torch.Tensor:
     return (number[:, :, None] == number[:, None])[..., None]
 
 
-def target_planes(config: StagHuntConfig, entities, walls):
-    """[M, n, N + P], [M, n, _] -> float [M, n, C * H*W]: what the decoders reconstruct"""
-    one_hot = torch.eye(config.num_cells + 1, config.num_cells, device=entities.device)[entities]
-    players, stags, hares = one_hot.split([config.num_players, config.num_stags, config.num_hares], 2)
-    walls = walls[:, :, None] if config.max_wall_pieces else torch.zeros_like(players[:, :, :1])
-    return torch.cat([players, walls, stags.sum(2, keepdim=True), hares.sum(2, keepdim=True)], 2).flatten(2)
+class OpponentRows(NamedTuple):
+    """The co-players' steps in windows of T steps of G games: n = T*G*K rows, [M, n, ...]"""
+
+    board: torch.Tensor  # [..., N + P] as the co-player sees it
+    walls: torch.Tensor
+    legal: torch.Tensor  # bool [..., 7]
+    features: torch.Tensor  # [..., hidden] of q_phi's encoder
+    history: torch.Tensor  # [M, T, G, K, 2 * hidden] before the step
 
 
-def encode_history(args: Args, env, networks: Networks, windows: Transitions, history):
-    """Runs q_phi along windows [M, T, G, ...] from history [M, G, K, _] on. -> the co-players' entities, walls,
-    legal actions and features [M, n = T*G*K, _], histories before each step [M, T, G, K, _] and after the last"""
-    board, prey_position = windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2)
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in entity_views(args, env, board, prey_position))
-    features = networks.inference(entities, walls, method="encoder")
+def encode_history(args: Args, env, networks: Networks, windows: Transitions) -> OpponentRows:
+    """Runs q_phi along windows [M, T, G, ...], from the history before their first step on"""
+    history = windows.history[:, 0].float()
+    views = entity_views(env, windows.board.flatten(1, 2), windows.walls.flatten(1, 2))
+    board, walls, legal = co_players(views)
+    features = networks.inference(board, walls, method="encoder")
     seen = windows.joint.long()[..., env.ego[1:]].flatten(1, 3)
-    event = networks.inference(features, seen, method="event").unflatten(1, windows.history.shape[1:4])
-    present = (entities[..., 0] < env.config.num_cells).view(event.shape[:-1])[..., None]
+    shape = *windows.done.shape[1:], history.shape[2]  # [T, G, K]
+    event = networks.inference(features, seen, method="event").unflatten(1, shape)
+    present = (board[..., 0] < env.config.num_cells).unflatten(1, shape)
+    event = event * present[..., None]
     discount = torch.where(windows.history_reset, 0.0, history_decay(args))[..., None, None]
-    steps = (event * present, windows.done[..., None, None], discount)
+    done = windows.done[..., None, None]
     histories = []
-    for step in zip(*(x.unbind(1) for x in steps), strict=True):
+    for t in range(windows.done.shape[1]):
         histories.append(history)
-        history = add_event(history, *step)
-    return entities, walls, legal, features, torch.stack(histories, 1), history
+        history = add_event(history, event[:, t], done[:, t], discount[:, t])
+    return OpponentRows(board, walls, legal, features, torch.stack(histories, 1))
 
 
 def hindsight_goals(args: Args, env, networks, selection: str, windows: Transitions, goals, prior, present, done):
-    """The subgoal that each co-player turned out to pursue, f_psi(s^g). windows [M, T, G, ...]; goals [M, T, G, K, D]
-    as inferred. Of these and the following steps, U in all: prior [M, U, G, K, _], f_psi of each state; present bool
-    [M, U, G, K]; done bool [M, U, G] -> parameters like prior, of T steps"""
-    (m, steps, games, k), ends = goals.shape[:4], present.shape[1]
+    """The subgoal that each co-player turned out to pursue, f_psi(s^g). windows [M, T, G, ...];
+    goals [M, T, G, K, D] as inferred. Of these and the following steps, U in all: prior [M, U, G,
+    K, _], f_psi of each state; present bool [M, U, G, K]; done bool [M, U, G] -> parameters like
+    prior, of T steps"""
+    steps = goals.shape[1]
+    ends = present.shape[1]
     clock = torch.arange(ends, device=present.device)
     now = clock[:steps, None]
     same = same_game(done)[:, :steps] & present[:, None]  # [M, T, U, G, K]
-
-    def prior_of(step, otherwise):  # int64 [M, T, G, K], or otherwise the present one
-        step = torch.where(otherwise, now[..., None], step)[..., None]
-        return prior.gather(1, step.expand(*step.shape[:4], prior.shape[4]))
-
     if selection == "final":
-        last = torch.where(same & (clock >= now)[..., None, None], clock[:, None, None], -1).amax(2)
-        return prior_of(last, last < 0)
-    later = now + torch.arange(1, args.subgoal_horizon + 1, device=present.device)  # [T, h]
-    valid = same[:, now, later.clamp(max=ends - 1)] & (later < ends)[..., None, None]  # [M, T, h, G, K]
-    candidate = goal_mean(args.goal_kind, prior)[:, later.clamp(max=ends - 1)]  # [M, T, h, G, K, D]
-    # V(s_t, g): the critic's value if co-player j pursued the candidate and the others what is inferred of them
-    own = torch.eye(k, dtype=torch.bool, device=present.device)[..., None]  # [j, K, 1]
-    tried = torch.where(own, candidate[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
-    flat = Transitions(*(x.flatten(1, 2) for x in windows))
-    entities, walls, _ = (x[:, :, 0] for x in entity_views(args, env, flat.board, flat.prey_position, 1))
-    rest = (flat.time / env.config.final_time, flat.last_joint, goals.flatten(1, 2).flatten(2))
-    x = networks.policy(policy_inputs(args, entities, walls, *rest), method="features")[..., : -k * goals.shape[4]]
-    x = x.view(m, steps, 1, games, 1, -1).expand(*tried.shape[:5], -1)
-    value = networks.policy(torch.cat([x, tried.flatten(5)], 5).flatten(1, 4), method="value").view(valid.shape)
-    worst_first = value if selection == "conservative" else -value
-    best = torch.where(valid, worst_first, math.inf).argmin(2)
-    return prior_of((now[..., None] + 1 + best).clamp(max=ends - 1), ~valid.any(2))
+        ahead = same & (clock >= now)[..., None, None]
+        chosen = torch.where(ahead, clock[:, None, None], -1).amax(2)  # [M, T, G, K]
+        has_goal = chosen >= 0
+    else:
+        later = now + torch.arange(1, args.subgoal_horizon + 1, device=present.device)  # [T, h]
+        inside = later.clamp(max=ends - 1)
+        valid = same[:, now, inside] & (later < ends)[..., None, None]  # [M, T, h, G, K]
+        candidates = goal_mean(args.goal_kind, prior)[:, inside]  # [M, T, h, G, K, D]
+        value = candidate_values(args, env, networks, windows, goals, candidates)
+        value = value if selection == "conservative" else -value
+        lowest = torch.where(valid, value, math.inf).argmin(2)
+        chosen = (now[..., None] + 1 + lowest).clamp(max=ends - 1)
+        has_goal = valid.any(2)
+    chosen = torch.where(has_goal, chosen, now[..., None])[..., None]  # without one: the present state
+    return prior.gather(1, chosen.expand(*chosen.shape[:4], prior.shape[4]))
+
+
+def candidate_values(args: Args, env, networks, windows: Transitions, goals, candidates):
+    """V(s_t, g) [M, T, h, G, K]: the critic's value if co-player j pursued its candidate [M, T, h,
+    G, K, D] and the others what is inferred of them, goals [M, T, G, K, D]"""
+    k = goals.shape[3]
+    is_j = torch.eye(k, dtype=torch.bool, device=goals.device)[..., None]  # [j, K, 1]
+    tried = torch.where(is_j, candidates[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
+    steps = tree_map(lambda x: x.flatten(1, 2), windows)
+    board, walls, _ = (x[:, :, 0] for x in entity_views(env, steps.board, steps.walls, 1))
+    clock = steps.time / env.config.final_time
+    inputs = policy_inputs(args, board, walls, clock, steps.last_joint, goals.flatten(1, 2).flatten(2))
+    features, _ = networks.policy(inputs, method="features")
+    features = features.unflatten(1, windows.done.shape[1:])[:, :, None, :, None]  # [M, T, 1, G, 1, _]
+    features = features.expand(*tried.shape[:5], -1)
+    value = networks.policy(features.flatten(1, 4), tried.flatten(5).flatten(1, 4), method="value")
+    return value.view(tried.shape[:5])
+
+
+def moa_subgoals(args: Args, windows: Transitions, posterior, goal, hindsight, eps):
+    """What MOA reads in training [M, n, D]: q_phi's draw `goal` [M, n, D] of this step or, as a
+    subgoal outlasts a step, every second time of an earlier one of the game; in a share eps f_psi's
+    in hindsight [M, n, _]"""
+    if args.subgoals in GIVEN:
+        return windows.oracle_id.flatten(1, 3)
+    if args.subgoals == "actions":
+        return goal_mean(args.goal_kind, posterior)
+    device = goal.device
+    steps = windows.done.shape[1]
+    goal = goal.unflatten(1, (*windows.done.shape[1:], -1))  # [M, T, G, K, D]
+    now = torch.arange(steps, device=device).view(1, -1, 1, 1)
+    age = now - same_game(windows.done).byte().argmax(2)  # steps since the game, or the window, began
+    back = torch.rand(goal.shape[:-1], device=device) * (age + 1)
+    back = back * (torch.rand(goal.shape[:-1], device=device) < 0.5)
+    earlier = F.one_hot(now - back.long(), steps).float()  # a product: the gradient of gather differs run by run
+    goal = torch.einsum("mtgku,mugkd->mtgkd", earlier, goal).flatten(1, 3)
+    use_hindsight = torch.rand(*goal.shape[:2], 1, device=device) < eps
+    return torch.where(use_hindsight, goal_mean(args.goal_kind, hindsight), goal)
 
 
 def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pretraining=False, ahead: int = 0):
-    """windows of T steps of G games [M, T, G, ...] -> dict of losses [M], means over the co-players' steps that count;
-    `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi || f_psi(s^g)); in pretraining also f_psi's.
-    ahead: so many more steps follow, in which games may go on and co-players may reach their subgoals"""
-    whole, windows = windows, Transitions(*(x[:, : x.shape[1] - ahead] for x in windows))
+    """windows of T steps of G games [M, T, G, ...] -> dict of losses [M], means over the
+    co-players' steps that count; `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi
+    || f_psi(s^g)); in pretraining also f_psi's. ahead: so many more steps follow, in which games
+    may go on and co-players may reach their subgoals"""
+    whole = windows
+    windows = tree_map(lambda x: x[:, : x.shape[1] - ahead], whole)
     if args.subgoals in BAYES:
-        return hop_losses(args, env, networks, windows, whole)
-    start = windows.history[:, 0].float()
-    entities, walls, legal, features, history, _ = encode_history(args, env, networks, windows, start)
-    shape, history = history.shape[:-1], history.flatten(1, 3)  # [M, T, G, K]; flattened: n = T*G*K rows
-    kind, config, device = args.goal_kind, env.config, env.device
-    posterior = networks.inference(features, history)
-    whole_views = entity_views(args, env, whole.board.flatten(1, 2), whole.prey_position.flatten(1, 2))
+        return hop_losses(env, networks, windows, whole)
+    rows = encode_history(args, env, networks, windows)
+    shape = rows.history.shape[:-1]  # [M, T, G, K]
+    history = rows.history.flatten(1, 3)
+    posterior = networks.inference(rows.features, history)
+    board, walls, _ = co_players(entity_views(env, whole.board.flatten(1, 2), whole.walls.flatten(1, 2)))
+    present = (board[..., 0] < env.config.num_cells).view(*whole.done.shape, -1)
     with torch.set_grad_enabled(pretraining and torch.is_grad_enabled()):
-        prior = networks.prior(*(x[:, :, 1:].flatten(1, 2) for x in whole_views[:2]))
-    present = (whole_views[0][:, :, 1:, 0] < config.num_cells).view(*whole.done.shape, -1)
+        prior = networks.prior(board, walls)
     selection = args.subgoal_selection if args.subgoals == "inferred" and not pretraining else "final"
     with torch.no_grad():
-        given = goal_mean(kind, posterior).view(*shape, -1), prior.view(*present.shape, -1), present, whole.done
-        hindsight = hindsight_goals(args, env, networks, selection, windows, *given).flatten(1, 3)
-    prior, present = prior[:, : posterior.shape[1]], present[:, : shape[1]]
-    goal = sample_goal(kind, posterior, goal_noise(args, *posterior.shape[:2], device=device))
-    # A subgoal outlasts a step: every second time MOA reads one that was inferred earlier in the game.
-    same = same_game(windows.done)
-    now = torch.arange(shape[1], device=device).view(1, -1, 1, 1)
-    age = now - same.byte().argmax(2)  # steps since the game, or the window, began
-    back = torch.rand(shape, device=device) * (age + 1) * (torch.rand(shape, device=device) < 0.5)
-    earlier = F.one_hot(now - back.long(), shape[1]).float()  # a product: the gradient of gather differs run by run
-    moa_goal = torch.einsum("mtgku,mugkd->mtgkd", earlier, goal.view(*shape, -1)).flatten(1, 3)
-    use_hindsight = torch.rand(*posterior.shape[:2], 1, device=device) < eps
-    moa_goal = torch.where(use_hindsight, goal_mean(kind, hindsight), moa_goal)
-    if args.subgoals in GIVEN:
-        moa_goal = windows.oracle_id.flatten(1, 3)
-    if args.subgoals == "actions":
-        moa_goal = goal_mean(kind, posterior)
-    # Each co-player's game weighs the same, else those who wander about to the end drown those who go for their prey.
-    if args.moa_data == "rewarded":
-        present = present & (same_game(whole.done)[:, : shape[1]] & whole.exited[:, None, ..., 1:]).any(2)
-    weight = (present / (same & present[:, None]).sum(2).clamp(min=1)).flatten(1)
-    clock = (windows.time / config.final_time).flatten(1).repeat_interleave(shape[3], 1)
-    action = windows.joint[..., 1:].flatten(1).long()[..., None]
-    planes = target_planes(config, entities, walls)
-
-    def moa_nll(moa, goal):
-        return masked_mean(-moa(entities, walls, clock, goal, legal).gather(2, action)[..., 0], weight)
-
-    def reconstruction(logits):
-        return masked_mean(F.binary_cross_entropy_with_logits(logits, planes, reduction="none").mean(2), weight)
-
-    losses = {"moa": moa_nll(networks.moa, moa_goal)}
-    losses["recon"] = reconstruction(networks.inference(goal, history, method="reconstruct"))
-    losses["kl"] = masked_mean(goal_kl(kind, posterior, hindsight), weight)
+        goals = goal_mean(args.goal_kind, posterior).view(*shape, -1)
+        priors = prior.view(*present.shape, -1)
+        hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present, whole.done)
+        hindsight = hindsight.flatten(1, 3)
+    goal = sample_goal(args.goal_kind, posterior, goal_noise(args, *posterior.shape[:2], device=env.device))
+    moa_goal = moa_subgoals(args, windows, posterior, goal, hindsight, eps)
+    weight = row_weights(windows.done, present[:, : shape[1]])
+    losses = {
+        "moa": moa_loss(env, networks.moa, rows, windows, moa_goal, weight),
+        "recon": reconstruction_loss(env, rows, networks.inference(goal, history, method="reconstruct"), weight),
+        "kl": masked_mean(goal_kl(args.goal_kind, posterior, hindsight), weight),
+    }
     losses["loss"] = losses["moa"]
     if args.subgoals != "actions":
         losses["loss"] = losses["moa"] + losses["recon"] + args.kl_coef * losses["kl"]
     if pretraining:
-        goal = sample_goal(kind, prior, goal_noise(args, *prior.shape[:2], device=device))
-        vae_kl = masked_mean(goal_kl(kind, prior, torch.zeros_like(prior)), weight)
-        vae_loss = reconstruction(networks.prior(goal, method="reconstruct")) + args.kl_coef * vae_kl
-        losses["loss"] = losses["loss"] + vae_loss + moa_nll(networks.moa_prior, goal)
+        prior = prior[:, : posterior.shape[1]]
+        losses["loss"] = losses["loss"] + prior_loss(args, env, networks, rows, windows, prior, weight)
     return losses
 
 
-def hop_losses(args: Args, env, networks: Networks, windows: Transitions, whole: Transitions):
-    """HOP: MOA given the prey, stag or hare, that the co-player took, where these steps show it. -> losses [M]"""
-    views = entity_views(args, env, windows.board.flatten(1, 2), windows.prey_position.flatten(1, 2))
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
-    action, same = windows.joint[..., 1:].long(), same_game(windows.done)
-    caught = torch.where(whole.exited, whole.joint.long() - STAY, 0)[:, None, ..., 1:]
-    taken = (same_game(whole.done)[:, : same.shape[1]] * caught).amax(2)  # [M, T, G, K]: 1 stag, 2 hare, 0 nothing
-    counts = (entities[..., 0] < env.config.num_cells).view(taken.shape) & (taken > 0)
-    weight = (counts / (same & counts[:, None]).sum(2).clamp(min=1)).flatten(1)  # each co-player's game weighs the same
+def hop_losses(env, networks: Networks, windows: Transitions, whole: Transitions):
+    """HOP: MOA given the prey, stag or hare, that the co-player took, where these steps show it. ->
+    losses [M]"""
+    board, walls, legal = co_players(entity_views(env, windows.board.flatten(1, 2), windows.walls.flatten(1, 2)))
+    has_exited = exited(env.config, whole.board, whole.next_board)
+    caught = torch.where(has_exited, whole.joint.long() - STAY, 0)[:, None, ..., 1:]
+    same = same_game(whole.done)[:, : windows.done.shape[1]]
+    taken = (same * caught).amax(2)  # [M, T, G, K]: 1 stag, 2 hare, 0 nothing
+    counts = (board[..., 0] < env.config.num_cells).view(taken.shape) & (taken > 0)
+    weight = row_weights(windows.done, counts)
     goal = F.one_hot((taken.flatten(1) - 1).clamp(min=0), 2).float()
     clock = (windows.time / env.config.final_time).flatten(1).repeat_interleave(taken.shape[3], 1)
-    log_probs = networks.moa(entities, walls, clock, goal, legal)
-    loss = masked_mean(-log_probs.gather(2, action.flatten(1)[..., None])[..., 0], weight)
+    action = windows.joint[..., 1:].flatten(1).long()[..., None]
+    log_probs = networks.moa(board, walls, clock, goal, legal)
+    loss = masked_mean(-log_probs.gather(2, action)[..., 0], weight)
     return {"moa": loss, "recon": 0 * loss, "kl": 0 * loss, "loss": loss}  # it has no q_phi
 
 
+def row_weights(done, present):
+    """[M, n]: each co-player's game weighs the same, else those who wander about to the end drown
+    those who go for their prey. done [M, T, G], present bool [M, T, G, K]"""
+    steps_in_game = (same_game(done) & present[:, None]).sum(2)
+    return (present / steps_in_game.clamp(min=1)).flatten(1)
+
+
+def moa_loss(env, moa: Stacked, rows: OpponentRows, windows: Transitions, goal, weight):
+    """MOA's cross-entropy [M] given goal [M, n, D]"""
+    k = rows.history.shape[3]
+    clock = (windows.time / env.config.final_time).flatten(1).repeat_interleave(k, 1)
+    action = windows.joint[..., 1:].flatten(1).long()[..., None]
+    log_probs = moa(rows.board, rows.walls, clock, goal, rows.legal)
+    return masked_mean(-log_probs.gather(2, action)[..., 0], weight)
+
+
+def reconstruction_loss(env, rows: OpponentRows, logits, weight):
+    """[M]: logits [M, n, C*H*W] of the planes that each co-player saw"""
+    planes = game.planes(env.config, rows.board, rows.walls).flatten(2).float()
+    error = F.binary_cross_entropy_with_logits(logits, planes, reduction="none")
+    return masked_mean(error.mean(2), weight)
+
+
+def prior_loss(args: Args, env, networks: Networks, rows: OpponentRows, windows: Transitions, prior, weight):
+    """Of f_psi, a VAE whose subgoal also tells the action [M]; prior [M, n, _]"""
+    goal = sample_goal(args.goal_kind, prior, goal_noise(args, *prior.shape[:2], device=env.device))
+    kl = masked_mean(goal_kl(args.goal_kind, prior, torch.zeros_like(prior)), weight)
+    recon = reconstruction_loss(env, rows, networks.prior(goal, method="reconstruct"), weight)
+    return recon + args.kl_coef * kl + moa_loss(env, networks.moa_prior, rows, windows, goal, weight)
+
+
 def make_optimizer(params: list[nn.Parameter], learning_rate: float, eps=1e-8, beta2=0.999) -> torch.optim.Adam:
-    """Adam whose learning rate is a tensor and whose state stands in place, as a CUDA graph wants it"""
+    """Adam whose learning rate is a tensor and whose state stands in place, as a CUDA graph wants
+    it"""
     rate = torch.tensor(learning_rate, device=params[0].device)
     optimizer = torch.optim.Adam(params, lr=rate, eps=eps, betas=(0.9, beta2), fused=True, capturable=True)
     for p in params:
-        step = torch.zeros((), device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
 def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.Tensor:
-    """One step down the sum of losses [M]. -> the norm of each learner's gradient [M], each clipped to max_norm"""
+    """One step down the sum of losses [M]. -> the norm of each learner's gradient [M], each clipped
+    to max_norm"""
     optimizer.zero_grad()
     loss.sum().backward()
     grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
     if dist.is_initialized():
-        flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
-        dist.all_reduce(flat)
-        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
+        average_over_ranks(grads)
     norms = torch.cat([grad.flatten(1) for grad in grads], 1).norm(dim=1)
     factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -1602,110 +1972,124 @@ def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.
     return norms
 
 
+def average_over_ranks(grads: list[torch.Tensor]) -> None:
+    flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
 def train_opponent_models(args: Args, env, networks, optimizer, replay, offline, eps, updates: int, pretraining=False):
-    """-> mean losses [M]"""
-    found = []
+    """-> metrics [M], means over the updates"""
+    metrics = []
     for _ in range(updates):
         windows = sample_replays(replay, offline, args.offline_ratio, args.subgoal_batch_size, window=2)
-        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, args.num_steps)
-        found.append(losses | {"grad_norm": optimizer_step(optimizer, losses["loss"], 1.0)})
-    return mean_over_updates(found)
+        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, ahead=args.num_steps)
+        optimizer_step(optimizer, losses["loss"], 1.0)
+        metrics.append(
+            {
+                "losses/opponent_models": losses["loss"],
+                "losses/moa": losses["moa"],
+                "omg/recon": losses["recon"],
+                "omg/kl": losses["kl"],
+            }
+        )
+    return mean_over_updates(metrics)
 
 
-def train_world_model(args: Args, config, networks, optimizer, replay, offline, updates: int):
-    """-> mean losses [M]"""
-    found = []
+def train_world_model(args: Args, networks, optimizer, replay, offline, updates: int):
+    """-> metrics [M], means over the updates"""
+    metrics = []
     for _ in range(updates):
         batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, window=0)
-        played = batch.board, batch.joint, batch.seat
-        row_losses = networks.world(*played, batch.next_board, batch.reward, method="loss")
-        loss = masked_mean(row_losses, learner_mask(config, batch.board))
-        found.append({"loss": loss, "grad_norm": optimizer_step(optimizer, loss, 1.0)})
-    return mean_over_updates(found)
+        step = batch.board, batch.walls, batch.joint, batch.seat
+        row_losses = networks.world(*step, batch.next_board, batch.reward, method="loss")
+        loss = masked_mean(row_losses, learner_mask(args.config, batch.board))
+        optimizer_step(optimizer, loss, 1.0)
+        metrics.append({"losses/world_model": loss})
+    return mean_over_updates(metrics)
 
 
 # ---- Imagination
 
 
-def learner_mask(config: StagHuntConfig, board) -> torch.Tensor:
-    """[..., C, H, W] -> bool [...]: does the step count? The learner is on the board (prosocial: or has left it)."""
-    present = board[..., 0, :, :].flatten(-2).amax(-1) > 0
-    return torch.ones_like(present) if config.prosocial else present
-
-
 def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hunt):
-    """Boards [..., C, H, W] before and after a step, the clock after it -> has the learner's game ended, first_hunt"""
-    taken = (next_board[..., -2:, :, :] < board[..., -2:, :, :]).flatten(-3).any(-1)
+    """Boards [..., N + P] before and after a step, the clock after it -> has the learner's game
+    ended, first_hunt"""
+    taken = (next_board != board)[..., config.num_players :].any(-1)
     first_hunt = torch.where(taken & (first_hunt < 0), time_next, first_hunt)
     needed = config.num_players if config.prosocial else 1  # who has left earns nothing more, unless all share
-    ended = (time_next >= config.final_time) | (next_board[..., :needed, :, :].flatten(-3).amax(-1) == 0)
+    ended = (next_board[..., :needed] == config.num_cells).all(-1) | (time_next >= config.final_time)
     if config.steps_after_first_hunt is not None:
         ended |= (first_hunt >= 0) & (time_next - first_hunt >= config.steps_after_first_hunt)
     return ended, first_hunt
 
 
-@compilable
-def predict_step(args: Args, config: StagHuntConfig, world: Stacked, board, joint, seat):
-    """board [M, n, C, H, W], joint [M, n, N], the learner's seat [M, n] -> the next board, the reward, clipped to the
-    game's payoffs"""
-    next_board, reward = world(board, joint, seat, method="predict")
+def predict_step(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
+    """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
+    board, the reward, clipped to the game's payoffs"""
+    next_board, reward = world(board, walls, joint, seat, method="predict")
     return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))
 
 
 def payoff_errors(config: StagHuntConfig, reward) -> torch.Tensor:
-    """[...] -> [..., R]: how far it is from each payoff of the game"""
+    """[...] -> [..., payoffs]: how far it is from each payoff of the game"""
     return torch.stack([(reward - payoff).abs() for payoff in config.payoffs()], -1)
 
 
 @torch.no_grad()
-def measure_horizon(args: Args, config: StagHuntConfig, networks: Networks, transitions: Transitions):
-    """Plays fresh games [M, T, E, ...], at most 1024, again in the world model, from the first collected step, with the
-    actions that were played. -> for how many steps boards and payoffs are right [M], metrics [M]"""
+def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
+    """Plays fresh games [M, T, E, ...], at most 1024, again in the world model, from the first
+    collected step, with the actions that were played. -> for how many steps boards and payoffs are
+    right [M], metrics [M]"""
+    config = args.config
     stride = math.ceil(transitions.done.shape[2] / 1024)
-    games = Transitions(*(x[:, : args.imagination_horizon, ::stride] for x in transitions))
+    games = tree_map(lambda x: x[:, : args.imagination_horizon, ::stride], transitions)
+    board = games.board[:, 0]
     valid = exact = paid = torch.ones_like(games.done[:, 0])
-    board, trusted, metrics = games.board[:, 0], [], {}
+    trusted, metrics = [], {}
     for k in range(games.done.shape[1]):
         valid = valid & learner_mask(config, games.board[:, k])
-        reward = games.reward[:, k]
-        played = games.joint[:, k], games.seat[:, k]
-        next_board, next_reward = predict_step(args, config, networks.world, board, *played)
-        off, next_off = (payoff_errors(config, x) for x in (reward, next_reward))
-        exact = exact & (next_board == games.next_board[:, k]).flatten(2).all(2)
-        paid = paid & (off.argmin(-1) == next_off.argmin(-1))
+        board, reward = predict_step(
+            config, networks.world, board, games.walls[:, k], games.joint[:, k], games.seat[:, k]
+        )
+        predicted = payoff_errors(config, reward).argmin(-1)
+        exact = exact & (board == games.next_board[:, k]).all(2)
+        paid = paid & (payoff_errors(config, games.reward[:, k]).argmin(-1) == predicted)
         metrics[f"wm/exact_match/{k + 1}"] = masked_mean(exact, valid)
         metrics[f"wm/payoff_match/{k + 1}"] = masked_mean(paid, valid)
         trusted.append((exact & paid & valid).sum(1) >= args.trust_exact_match * valid.sum(1))  # no game: trusted
-        if k == 0:
-            planes = networks.world(board, *played, method="expected_planes")
-            squared = (planes - games.next_board[:, 0]).square().mean((3, 4))  # [M, E, C]
-            metrics |= {f"wm/per_channel_mse/{c}": masked_mean(squared[..., c], valid) for c in range(squared.shape[2])}
-            metrics["wm/obs_mse"] = masked_mean(squared.mean(2), valid)
-            metrics["wm/reward_mse"] = masked_mean((next_reward - reward).square(), valid)
-        board, valid = next_board, valid & ~games.done[:, k]
+        valid = valid & ~games.done[:, k]
+    horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
+    metrics["wm/horizon"] = horizon.float()
     unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
     metrics["wm/unknown_reward"] = (unknown * learner_mask(config, transitions.board)).flatten(1).amax(1)
-    horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
-    return horizon, metrics | {"wm/horizon": horizon.float()}
+    return horizon, metrics
 
 
 @torch.no_grad()
 def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -> Transitions:
-    """Windows [M, T, G, ...] -> states to imagine from [M, T*G, ...], with histories of the present q_phi"""
-    *_, history, _ = encode_history(args, env, networks, windows, windows.history[:, 0].float())
-    return Transitions(*(x.flatten(1, 2) for x in windows._replace(history=history)))
+    """Windows [M, T, G, ...] -> states to imagine from [M, T*G, ...], with histories of the present
+    q_phi"""
+    rows = encode_history(args, env, networks, windows)
+    return tree_map(lambda x: x.flatten(1, 2), windows._replace(history=rows.history))
 
 
 @torch.no_grad()
 def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horizon) -> dict[str, torch.Tensor]:
-    """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M] steps. -> samples [M, h,
-    n, ...] as make_ppo_batch reads them; `mask`: the rollout had neither ended nor been cut before the step"""
-    config, samples, values = env.config, [], []
-    board, last_joint, history = start.board, start.last_joint.long(), start.history.float()
-    time_now, first_hunt = start.time.int(), start.first_hunt.int()
+    """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M]
+    steps. -> samples [M, h, n, ...] as make_ppo_batch reads them; `mask`: the rollout had neither
+    ended nor been cut before the step"""
+    config = env.config
+    board = start.board
+    last_joint = start.last_joint.long()
+    history = start.history.float()
+    time_now = start.time.int()
+    first_hunt = start.first_hunt.int()
+    samples, values = [], []
     for step in range(args.imagination_horizon + 1):
         clock = time_now / config.final_time
-        views = entity_views(args, env, board, start.prey_position)
+        views = entity_views(env, board, start.walls)
         belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)
         inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
         values.append(value)
@@ -1715,25 +2099,36 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(log_probs.exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        next_board, reward = predict_step(args, config, networks.world, board, joint, start.seat)
-        mask = mask & (step < horizon)[:, None]
+        next_board, reward = predict_step(config, networks.world, board, start.walls, joint, start.seat)
         time_now = time_now + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_now, first_hunt)
-        log_prob = log_probs.gather(2, action[..., None])[..., 0]
-        sampled = {"inputs": inputs, "legal": legal, "action": action, "log_prob": log_prob}
-        reward = shape_reward(args, config, reward, board, joint)
-        samples.append(sampled | {"log_probs": log_probs, "reward": reward, "ended": ended, "mask": mask})
+        mask = mask & (step < horizon)[:, None]
+        samples.append(
+            {
+                "inputs": inputs,
+                "legal": legal,
+                "action": action,
+                "log_prob": log_probs.gather(2, action[..., None])[..., 0],
+                "log_probs": log_probs,
+                "reward": shape_reward(args, config, reward, board, joint, next_board),
+                "ended": ended,
+                "mask": mask,
+            }
+        )
         history = update_history(args, env, networks, belief, joint, history, torch.zeros_like(ended))
-        board, last_joint, mask = next_board, joint, mask & ~ended
-    return stack_steps(samples) | {"value": torch.stack(values, 1)}
+        board = next_board
+        last_joint = joint
+        mask = mask & ~ended
+    return {**stack_steps(samples), "value": torch.stack(values, 1)}
 
 
 # ---- PPO
 
 
 def compute_gae(args: Args, reward, value, ended, mask) -> torch.Tensor:
-    """reward, ended, mask [M, T, E], value [M, T + 1, E] -> advantages [M, T, E]. No value is taken from beyond an end;
-    where a rollout is cut (the mask goes out without an end), the value there stands for the rest."""
+    """reward, ended, mask [M, T, E], value [M, T + 1, E] -> advantages [M, T, E]. No value is taken
+    from beyond an end; where a rollout is cut (the mask goes out without an end), the value there
+    stands for the rest."""
     advantages = []
     ahead = torch.zeros_like(reward[:, 0])
     for t in reversed(range(reward.shape[1])):
@@ -1747,257 +2142,290 @@ def compute_gae(args: Args, reward, value, ended, mask) -> torch.Tensor:
 
 def real_samples(args: Args, config: StagHuntConfig, transitions: Transitions, outputs: dict) -> dict:
     """The rollout [M, T, E, ...] as make_ppo_batch reads it"""
+    board = transitions.board
+    next_board = transitions.next_board
     action = transitions.joint[..., 0].long()
-    ended = transitions.done if config.prosocial else transitions.done | transitions.exited[..., 0]
-    reward = shape_reward(args, config, transitions.reward, transitions.board, transitions.joint)
-    log_prob = outputs["log_probs"].gather(3, action[..., None])[..., 0]
-    mask = learner_mask(config, transitions.board)
-    return outputs | {"action": action, "log_prob": log_prob, "reward": reward, "ended": ended, "mask": mask}
+    ended = transitions.done
+    if not config.prosocial:
+        ended = ended | exited(config, board, next_board)[..., 0]
+    return {
+        **outputs,
+        "action": action,
+        "log_prob": outputs["log_probs"].gather(3, action[..., None])[..., 0],
+        "reward": shape_reward(args, config, transitions.reward, board, transitions.joint, next_board),
+        "ended": ended,
+        "mask": learner_mask(config, board),
+    }
 
 
 def make_ppo_batch(args: Args, samples: dict[str, torch.Tensor], real: bool) -> dict[str, torch.Tensor]:
     """Samples [M, T, E, ...] -> [M, T*E, ...] with advantages, returns and weights"""
-    batch = {name: samples[name] for name in ("inputs", "legal", "action", "log_prob", "log_probs", "reward")}
     value = samples["value"][:, :-1]
-    advantages = compute_gae(args, samples["reward"], samples["value"], samples["ended"], samples["mask"])
-    batch |= {"value": value, "advantage": advantages, "returns": advantages + value}
-    batch["weight"] = samples["mask"].float() * (1.0 if real else args.imagined_weight)
-    batch["critic_weight"] = batch["weight"] * float(real or args.critic_data == "mixed")
-    batch["real"] = torch.full_like(batch["weight"], float(real))
-    batch["distilled"] = batch["weight"] * float(real and args.planner != "none" and args.policy_loss == "distill")
+    advantage = compute_gae(args, samples["reward"], samples["value"], samples["ended"], samples["mask"])
+    weight = samples["mask"].float() * (1.0 if real else args.imagined_weight)
+    distills = real and args.planner != "none" and args.policy_loss == "distill"
+    batch = {
+        "inputs": samples["inputs"],
+        "legal": samples["legal"],
+        "action": samples["action"],
+        "log_prob": samples["log_prob"],
+        "log_probs": samples["log_probs"],
+        "reward": samples["reward"],
+        "value": value,
+        "advantage": advantage,
+        "returns": advantage + value,
+        "weight": weight,
+        "critic_weight": weight * float(real or args.critic_data == "mixed"),
+        "distilled": weight * float(distills),
+        "real": torch.full_like(weight, float(real)),
+    }
     return {name: x.flatten(1, 2) for name, x in batch.items()}
 
 
 def drop_masked(batch: dict[str, torch.Tensor], mask, least: int = 1) -> dict[str, torch.Tensor]:
-    """batch [M, n, ...], mask bool [M, n]. On a CPU, where shapes may change: without rows that nobody counts"""
+    """batch [M, n, ...], mask bool [M, n]. On a CPU, where shapes may change: without rows that
+    nobody counts"""
     if mask.is_cuda:
         return batch
     most = max(least, int(mask.sum(1).max()))
     order = mask.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-    return {name: x[torch.arange(len(x))[:, None], order] for name, x in batch.items()}
+    learner = torch.arange(len(mask))[:, None]
+    return {name: x[learner, order] for name, x in batch.items()}
 
 
-@compilable
 def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO, and distillation of what was searched. mb [M, n, ...] -> each learner's loss [M], metrics [M]"""
+    """PPO, and distillation of what was searched. mb [M, n, ...] -> each learner's loss [M],
+    metrics [M]"""
+    distilled = mb["distilled"] > 0
+    weight = mb["weight"] * ~distilled  # of PPO
     log_probs, value = policy(mb["inputs"], mb["legal"])
     log_ratio = log_probs.gather(2, mb["action"][..., None])[..., 0] - mb["log_prob"]
-    log_ratio = torch.where(mb["distilled"] > 0, 0.0, log_ratio)
-    ratio, weight = log_ratio.exp(), mb["weight"] * (mb["distilled"] == 0)  # of PPO
+    log_ratio = torch.where(distilled, 0.0, log_ratio)
+    ratio = log_ratio.exp()
     advantage = mb["advantage"] - masked_mean(mb["advantage"], weight)[:, None]
     advantage = advantage / (masked_mean(advantage.square(), weight).sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     clipped_loss = torch.maximum(-advantage * ratio, -advantage * clipped)
     distill_loss = -(mb["log_probs"].exp() * log_probs.clamp(min=-50)).sum(2)
-    policy_loss = masked_mean(torch.where(mb["distilled"] > 0, distill_loss, clipped_loss), mb["weight"])
+    policy_loss = masked_mean(torch.where(distilled, distill_loss, clipped_loss), mb["weight"])
     value_error = 0.5 * (value - mb["returns"]).square()
-    if args.clip_vloss:
-        near = mb["value"] + (value - mb["value"]).clamp(-args.clip_coef, args.clip_coef)
-        value_error = torch.maximum(value_error, 0.5 * (near - mb["returns"]).square())
     value_loss = masked_mean(value_error, mb["critic_weight"])
     entropy = masked_mean(-(log_probs.exp() * log_probs).sum(2), mb["weight"])
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    metrics["distill"] = masked_mean(distill_loss, mb["distilled"])
-    metrics["approx_kl"] = masked_mean(ratio - 1 - log_ratio, weight)
-    metrics["clipfrac"] = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight)
-    metrics["value_loss_real"] = masked_mean(value_error, mb["weight"] * mb["real"])
-    metrics["value_loss_imagined"] = masked_mean(value_error, mb["weight"] * (1 - mb["real"]))
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": masked_mean(ratio - 1 - log_ratio, weight),
+        "losses/clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight),
+        "losses/distill": masked_mean(distill_loss, mb["distilled"]),
+        "losses/value_loss_real": masked_mean(value_error, mb["weight"] * mb["real"]),
+        "losses/value_loss_imagined": masked_mean(value_error, mb["weight"] * (1 - mb["real"])),
+    }
     return loss, {name: x.detach() for name, x in metrics.items()}
 
 
 def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """PPO on samples [M, n, ...]. -> means over all minibatches [M]"""
     batch = drop_masked(batch, batch["weight"] > 0, args.num_minibatches)
-    found = []
+    updates = []
     for _ in range(args.update_epochs):
         order = torch.rand(batch["weight"].shape[1], device=batch["weight"].device).argsort()
         for index in order.tensor_split(args.num_minibatches):
-            loss, metrics = ppo_loss(args, policy, {name: x.index_select(1, index) for name, x in batch.items()})
-            found.append(metrics | {"grad_norm": optimizer_step(optimizer, loss, args.max_grad_norm)})
-    return {f"losses/{name}": x for name, x in mean_over_updates(found).items()}
+            minibatch = {name: x.index_select(1, index) for name, x in batch.items()}
+            loss, metrics = ppo_loss(args, policy, minibatch)
+            metrics["losses/grad_norm"] = optimizer_step(optimizer, loss, args.max_grad_norm)
+            updates.append(metrics)
+    return mean_over_updates(updates)
 
 
 # ---- Logging. Metrics are tensors on the device, [M] per learner, until MetricSums.read.
-
-DETAILS = re.compile(  # logged only with --log-details
-    r"per_agent/|moa/(recall|precision|top3|ece|.*/top1)|wm/(per_channel|reward_mse|unknown|\w+_match/([2-9]|1\d))"
-    r"|losses/(value_loss_|\w+_grad_norm)|(real|imagined)/(\w+_std|samples)|time/ready"
-)
-PER_AGENT = ("real/samples", "imagined/samples", "omg/subgoal_norm", "losses/value_loss_real", "moa/nll", "moa/top1")
 
 
 def episode_metrics(seats: game.Seats, episodes: dict) -> dict[str, torch.Tensor]:
     """Sums over the games that ended, per seed and seat [S, N]"""
     prey = episodes["prey"]
     done = episodes["done"][..., None].expand_as(prey)  # [T, B, N]
-    found = {"games": done, "return": done * episodes["return"], "length": done * episodes["length"][..., None]}
-    found |= {"stag": done & (prey == game.HUNT_STAG), "hare": done & (prey == game.HUNT_HARE)}
-    return {f"games/{key}": x.float().unflatten(1, (seats.num_blocks, -1)).sum((0, 2)) for key, x in found.items()}
+
+    def per_seat(x):
+        return x.float().unflatten(1, (seats.num_blocks, -1)).sum((0, 2))
+
+    return {
+        "games/ended": per_seat(done),
+        "games/return": per_seat(done * episodes["return"]),
+        "games/length": per_seat(done * episodes["length"][..., None]),
+        "games/stag": per_seat(done & (prey == game.HUNT_STAG)),
+        "games/hare": per_seat(done & (prey == game.HUNT_HARE)),
+    }
+
+
+def score_prediction(probs, action, weight):
+    """probs [M, n, K, 7], what was done [M, n, K, 1] -> mean -log p [M], share of right guesses [M]
+    (ties share)"""
+    likely = (probs == probs.amax(3, keepdim=True)).float()
+    right = (likely / likely.sum(3, keepdim=True)).gather(3, action)[..., 0]
+    nll = -probs.gather(3, action)[..., 0].clamp(min=1e-9).log()
+    return masked_mean(nll, weight), masked_mean(right, weight)
 
 
 @torch.no_grad()
-def moa_metrics(args: Args, env, seats, networks: Networks, transitions: Transitions, episodes: dict):
-    """How well MOA predicts the co-players' actions in fresh games, on every 8th step, beside the best that can be
-    known: their own probabilities (ceiling), and for rule-based players what follows from their past (bayes). ->
-    metrics [M], confusion [M, true action, predicted]"""
+def moa_metrics(args: Args, games: Games, networks: Networks, transitions: Transitions, episodes: dict):
+    """How well MOA predicts the co-players' actions in fresh games, on every 8th step, beside the
+    best that can be known: their own probabilities (ceiling), and for rule-based players what
+    follows from their past (bayes) -> [M]"""
+    env = games.env
     stride = min(transitions.done.shape[1], 8)
-    steps = Transitions(*(x[:, stride - 1 :: stride].flatten(1, 2) for x in transitions))
-    views = entity_views(args, env, steps.board, steps.prey_position)
+    steps = tree_map(lambda x: x[:, stride - 1 :: stride].flatten(1, 2), transitions)
+    views = entity_views(env, steps.board, steps.walls)
     clock = steps.time / env.config.final_time
     belief = infer_opponents(args, env, networks, views, clock, steps.history, steps.oracle_id)
     noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
     predicted = predict_actions(args, networks, belief, clock, noise).exp()
-    action, weight = steps.joint[..., 1:].long()[..., None], belief.present.float()  # [M, n, K, 1], [M, n, K]
+    action = steps.joint[..., 1:].long()[..., None]
+    weight = belief.present.float()
 
     def by_learner(probs):  # [T / 8, B, N, 7] -> [M, n, K, 7]
-        return torch.stack([seats.to_learners(env.seats_to_ego(x))[:, :, 1:] for x in probs], 1).flatten(1, 2)
+        each = [games.seats.to_learners(env.seats_to_ego(x))[:, :, 1:] for x in probs]
+        return torch.stack(each, 1).flatten(1, 2)
 
-    metrics = {}
-    ceilings = {"ceiling/": by_learner(episodes["probs"]), "bayes/": by_learner(episodes["posterior_probs"])}
-    for name, probs in (ceilings | {"": predicted}).items():  # MOA last: `best` and `right` stay its own
-        best = (probs == probs.amax(3, keepdim=True)).float()
-        best = best / best.sum(3, keepdim=True)  # ties share
-        right = best.gather(3, action)[..., 0]
-        metrics[f"moa/{name}nll"] = masked_mean(-probs.gather(3, action)[..., 0].clamp(min=1e-9).log(), weight)
-        metrics[f"moa/{name}top1"] = masked_mean(right, weight)
-    metrics["moa/top3"] = masked_mean((predicted > predicted.gather(3, action)).sum(3) < 3, weight)
-    confidence = predicted.amax(3)
-    bins = F.one_hot((confidence.nan_to_num() * 15).long().clamp(0, 14), 15)
-    gaps = (bins * (weight * (confidence - right))[..., None]).sum((1, 2))  # [M, 15]
-    metrics["moa/ece"] = gaps.abs().sum(1) / weight.sum((1, 2)).clamp(min=1)
-    taken = F.one_hot(action[..., 0], NUM_ACTIONS) * weight[..., None]
-    metrics["moa/confusion"] = taken.flatten(1, 2).mT @ best.flatten(1, 2)
-    metrics["omg/subgoal_norm"] = belief.goals.norm(dim=2).mean(1)
-    return metrics
+    nll, top1 = score_prediction(predicted, action, weight)
+    ceiling_nll, ceiling_top1 = score_prediction(by_learner(episodes["probs"]), action, weight)
+    bayes_nll, bayes_top1 = score_prediction(by_learner(episodes["bayes_probs"]), action, weight)
+    return {
+        "moa/nll": nll,
+        "moa/top1": top1,
+        "moa/ceiling/nll": ceiling_nll,
+        "moa/ceiling/top1": ceiling_top1,
+        "moa/bayes/nll": bayes_nll,
+        "moa/bayes/top1": bayes_top1,
+        "omg/subgoal_norm": belief.goals.norm(dim=2).mean(1),
+    }
 
 
 def batch_metrics(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mean and deviation of reward, return and value of the samples that count"""
+    """Means over the samples that count; name: real or imagined"""
     weight = (batch["weight"] > 0).float()
-    metrics = {f"{name}/samples": weight.sum(1)}
+    return {
+        f"{name}/samples": weight.sum(1),
+        f"{name}/reward_mean": masked_mean(batch["reward"], weight),
+        f"{name}/return_mean": masked_mean(batch["returns"], weight),
+        f"{name}/return_std": variance(batch["returns"], weight).sqrt(),
+        f"{name}/value_mean": masked_mean(batch["value"], weight),
+    }
 
-    def variance(x):
-        return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
 
-    for key, x in (("reward", batch["reward"]), ("return", batch["returns"]), ("value", batch["value"])):
-        metrics |= {f"{name}/{key}_mean": masked_mean(x, weight), f"{name}/{key}_std": variance(x).sqrt()}
-    if name == "real":
-        total = variance(batch["returns"])
-        explained = 1 - variance(batch["returns"] - batch["value"]) / total
-        metrics["losses/explained_variance"] = explained.masked_fill(total < 1e-8, math.nan)  # nothing to explain
-    return metrics
+def variance(x, weight):
+    return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
+
+
+def explained_variance(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the returns by the values [M]; NaN where there is nothing to explain"""
+    weight = (batch["weight"] > 0).float()
+    total = variance(batch["returns"], weight)
+    explained = 1 - variance(batch["returns"] - batch["value"], weight) / total
+    return explained.masked_fill(total < 1e-8, math.nan)
 
 
 class MetricSums:
     """Sums of metrics since the last log, on the device"""
 
-    def __init__(self):
-        self.sums = {}  # name -> its sum and how often it was added
+    def __init__(self, device):
+        self.sums = {}
+        self.count = torch.zeros((), device=device)  # how often something was added
 
     def add(self, metrics: dict[str, torch.Tensor]) -> None:
+        """The same names each time"""
         for name, x in metrics.items():
             if name not in self.sums:
-                self.sums[name] = torch.zeros_like(x, dtype=torch.float32), torch.zeros((), device=x.device)
-        torch._foreach_add_([self.sums[name][0] for name in metrics], [x.float() for x in metrics.values()])
-        torch._foreach_add_([self.sums[name][1] for name in metrics], 1.0)
+                self.sums[name] = torch.zeros_like(x, dtype=torch.float32)
+        torch._foreach_add_(list(self.sums.values()), [metrics[name].float() for name in self.sums])
+        self.count.add_(1.0)
 
     def read(self) -> dict[str, np.ndarray]:
         """The means since the last call, over all ranks: the only read from the device"""
-        means = {name: (total / count).cpu().numpy() for name, (total, count) in self.sums.items() if count > 0}
-        for total, count in self.sums.values():
+        means = {name: (total / self.count).cpu().numpy() for name, total in self.sums.items()}
+        for total in (*self.sums.values(), self.count):
             total.zero_()
-            count.zero_()
         ranks = gather_ranks(means)
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in means}
 
 
 def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, float]:
-    """What seed number `seed` logs: `charts/` are means over the games that ended, the rest over its learners"""
-    games = {key: metrics[f"games/{key}"][seed] for key in ("games", "return", "stag", "hare", "length")}  # [N]
-    count = games["games"][0] or math.nan
-    returns = games["return"] / count
-    stag, hare = games["stag"].mean() / count, games["hare"].mean() / count
-    own = returns[[name == "learner" for name in game.seats_table(args.seats, len(returns))]]
-    row = {"charts/episodic_return": own.mean(), "charts/episodic_length": games["length"][0] / count}
-    row |= {f"charts/episodic_return/player_{i}": value for i, value in enumerate(returns)}
-    row |= {"charts/stag_share": stag, "charts/hare_share": hare, "charts/nothing_share": 1 - stag - hare}
-    row["per_agent/return_gap"] = own.max() - own.min()
+    """What seed number `seed` logs: `charts/` are means over the games that ended, the rest over
+    its learners"""
+    ended = metrics["games/ended"][seed][0] or math.nan
+    returns = metrics["games/return"][seed] / ended  # [N]
+    stag_share = metrics["games/stag"][seed].mean() / ended
+    hare_share = metrics["games/hare"][seed].mean() / ended
+    table = game.seats_table(args.seats, len(returns))
+    learner_returns = returns[[name == "learner" for name in table]]
+    row = {
+        "charts/episodic_return": learner_returns.mean(),
+        "charts/episodic_length": metrics["games/length"][seed][0] / ended,
+        "charts/stag_share": stag_share,
+        "charts/hare_share": hare_share,
+        "charts/nothing_share": 1 - stag_share - hare_share,
+        "per_agent/return_gap": learner_returns.max() - learner_returns.min(),
+    }
+    for i, player_return in enumerate(returns):
+        row[f"charts/episodic_return/player_{i}"] = player_return
     for name, value in metrics.items():
-        each = value.reshape(args.num_seeds, -1, *value.shape[1:])[seed]  # [learners, ...]
-        if name == "moa/confusion":
-            table = each.sum(0)
-            for axis, label in ((1, "recall"), (0, "precision")):
-                share = table.diagonal() / np.where(table.sum(axis) > 0, table.sum(axis), math.nan)
-                row |= {f"moa/{label}/{a}": x for a, x in enumerate(share)}
-        elif not name.startswith("games/"):
-            row[name] = each.mean()
-            if name in PER_AGENT:
-                row |= {f"per_agent/{name.replace('/', '_')}/learner_{i}": x for i, x in enumerate(each)}
+        if not name.startswith("games/"):
+            learners = np.split(value, args.num_seeds)[seed]
+            row[name] = learners.mean()
+        if name == "moa/nll":
+            row |= {f"per_agent/moa_nll/learner_{i}": x for i, x in enumerate(learners)}
+        if name == "losses/value_loss":
+            row |= {f"per_agent/value_loss/learner_{i}": x for i, x in enumerate(learners)}
     return {name: float(value) for name, value in row.items()}
 
 
 def find_explosion(args: Args, row: dict[str, float], networks: Networks) -> str | None:
-    """A loss or a weight that is no number (a policy that is none plays actions that blow up MOA's loss, so these
-    first) or has exploded, as a sentence"""
+    """A loss or a weight that is no number (a policy that is none plays actions that blow up MOA's
+    loss, so these first) or has exploded, as a sentence"""
     checked = {name: x for name, x in row.items() if name.startswith(("losses/", "omg/"))}
     del checked["losses/explained_variance"]  # a ratio: no number where all returns are equal
-    for name, stacked in networks._asdict().items():
-        if stacked is not None:
-            largest = torch.stack(torch._foreach_norm(list(stacked.state_dict().values()), math.inf))
-            checked[f"the largest weight of {name}"] = float(largest.max())
-    limit = 1e6 * max(1.0, *(abs(payoff) for payoff in args.config.payoffs())) ** 2  # losses are squares of payoffs
+    for name, network in networks.present().items():
+        largest = torch._foreach_norm(list(network.state_dict().values()), math.inf)
+        checked[f"the largest weight of {name}"] = float(torch.stack(largest).max())
+    highest_payoff = max(1.0, *(abs(payoff) for payoff in args.config.payoffs()))
     for name in sorted(checked, key=lambda name: math.isfinite(checked[name])):
-        if not abs(checked[name]) < limit:
+        if not abs(checked[name]) < 1e6 * highest_payoff**2:  # losses are squares of payoffs
             return f"{name} is {checked[name]}"
     if row.get("wm/unknown_reward", 0.0) > 1e-3:
         return "a reward is no payoff of the game: add a bonus in shape_reward, not to env.step"
     return None
 
 
-@contextlib.contextmanager
-def never_fatal(what: str):
-    """Whatever goes wrong inside is reported in one line: pictures and TensorBoard never cost a run"""
-    try:
-        yield
-    except Exception as error:
-        tqdm.write(f"could not {what}: {type(error).__name__}: {error}; the run goes on")
+# ---- Speed, ranks
+
+FUSED = (  # by --compile
+    entity_views,
+    infer_opponents,
+    predict_actions,
+    update_history,
+    evaluate_policy,
+    predict_step,
+    ppo_loss,
+    gumbel_root_action,
+    select_path,
+    path_returns,
+    update_best,
+    predict_opponents,
+    env_transition,
+)
 
 
-def write_row(writer: SummaryWriter, path: Path, step: int, row: dict[str, float], details: bool) -> None:
-    """To TensorBoard and metrics.jsonl. JSON has no NaN (recall of an action that nobody took, say): null"""
-    row = {name: value for name, value in row.items() if details or not DETAILS.match(name)}
-    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps({"steps": step, **finite}) + "\n")
-    except OSError as error:
-        kept = ", the last checkpoint is safe" if (path.parent / "checkpoint.pt").exists() else ""
-        raise game.UserError(f"could not write {path}{kept}: {error.strerror}") from error
-    with never_fatal("write to TensorBoard"):
-        for name, value in row.items():
-            writer.add_scalar(name, value, step)
-
-
-def draw_pictures(samples: dict, metrics: dict, writers: list[SummaryWriter], step: int) -> None:
-    """Histograms of real and imagined samples, and MOA's confusion matrix (row: what the co-player did)"""
-    for seed, writer in enumerate(writers):
-        for name in {"real", "imagined"} & samples.keys():
-            own = {key: x.chunk(len(writers))[seed] for key, x in samples[name].items()}
-            counts = own["weight"] > 0
-            for key in ("reward", "returns", "value") if counts.any() else ():
-                writer.add_histogram(f"{name}/{key}", own[key][counts].cpu(), step)
-        if "moa/confusion" in metrics:
-            table = np.split(metrics["moa/confusion"], len(writers))[seed].sum(0)
-            picture = game.render_table(table / np.maximum(table.sum(1, keepdims=True), 1e-9), game.ACTION_NAMES)
-            writer.add_image("moa/confusion", picture, step, dataformats="HWC")
-
-
-# ---- Speed, files, ranks
+def fuse(use: bool) -> None:
+    """The functions above as torch.compile makes them, or as they are written"""
+    torch._dynamo.config.recompile_limit = 64  # else it would go on uncompiled after 8 shapes
+    for function in FUSED:
+        globals()[function.__name__] = torch.compile(function, dynamic=False) if use else function
 
 
 def capture(function, env: StagHuntEnv, use: bool):
-    """The same function; on a GPU the replay of one CUDA graph, whose result stays in place. Call it once before."""
+    """The same function; on a GPU the replay of one CUDA graph, whose result stays in place. Call
+    it once before."""
     if not use or env.device.type == "cpu":
         return function
     graph = torch.cuda.CUDAGraph()
@@ -2013,207 +2441,69 @@ def capture(function, env: StagHuntEnv, use: bool):
 
 
 class Timer:
-    """Seconds of each stage. On a GPU the times are events, which a CUDA graph records at each replay."""
+    """Seconds of each stage. On a GPU the times are events, which a CUDA graph records at each
+    replay."""
 
     def __init__(self, device):
-        self.cuda, self.times = device.type == "cuda", []
+        self.cuda = device.type == "cuda"
+        self.times = []
         self.record("start")
 
     def record(self, name: str) -> None:
-        now = torch.cuda.Event(enable_timing=True, external=True) if self.cuda else time.perf_counter()
+        now = time.perf_counter()
         if self.cuda:
+            now = torch.cuda.Event(enable_timing=True, external=True)
             now.record()
         self.times.append((name, now))
 
     def seconds(self) -> dict[str, float]:
         if self.cuda:
             torch.cuda.synchronize()
-        found = collections.Counter()
-        for (_, a), (name, b) in itertools.pairwise(self.times):
-            found[f"time/{name}"] += a.elapsed_time(b) / 1000 if self.cuda else b - a
-        return dict(found)
-
-
-def check_resume(args, saved) -> None:
-    """Refuses flags that differ from those of the run that goes on; MAY_CHANGE lists those that may."""
-    here, there = (vars(flags) | vars(flags.config) for flags in (args, saved))
-    may = ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE if name not in ("device", "resume"))
-    for name, value in here.items():
-        if name not in ("config", *MAY_CHANGE):
-            flag, was = f"--{name.replace('_', '-')}", there[name]
-            game.refuse(value != was, f"{flag} {value}: the resumed run has {was}; only {may} may change")
-
-
-@contextlib.contextmanager
-def stop_requests():
-    """-> a list that SIGINT (Ctrl-C) or SIGTERM adds itself to; a second one ends the process at once"""
-    asked, before = [], {}
-
-    def ask(number, _):
-        asked.append(number)
-        os.write(2, b"\nstopping after this iteration; once more: at once\n")
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def save_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands at `path` is always whole, also after a power cut. A checksum follows the
-    archive."""
-    try:
-        torch.save(content, f"{path}.part")
-        with open(f"{path}.part", "r+b") as file:
-            file.write(hashlib.file_digest(file, "sha256").digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{path}.part", path)
-    except (OSError, RuntimeError) as error:  # torch takes a full disk for a RuntimeError
-        earlier = ", an earlier one there is untouched" if path.exists() else ""
-        raise game.UserError(f"could not write {path}{earlier}: {str(error).splitlines()[0]}") from error
-
-
-def load_checkpoint(path: str | Path, expected: str = FORMAT, keys: dict = KEYS) -> dict:
-    """path: the checkpoint, or the run folder of any seed. keys: what it must hold -> of which type"""
-    path = game.find_checkpoint(path)
-    data = path.read_bytes()
-    whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
-    game.refuse(not whole, f"{path} ({len(data)} bytes) is damaged, cut short or no checkpoint: its checksum is wrong")
-    try:
-        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch makes of an archive that somebody else wrote
-        raise game.UserError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
-    found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-    game.refuse(found != expected, f"{path} is no checkpoint of this script: it is {found!r}, not {expected!r}")
-    for key, kind in keys.items():
-        value = saved.get(key)
-        wrong = not isinstance(value, kind) or value == [] or (kind in (int, float) and value < 0)
-        game.refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
-    if "problem" in saved:  # kept to be looked at
-        print(f"{path} was kept because {saved['problem']}")
-        return saved
-    for name, x in tree_leaves_with_path(saved):
-        bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
-        game.refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")
-    return saved
-
-
-def load_args(path: str, saved: dict, **changes) -> Args:
-    """The flags of a checkpoint, with changes"""
-    try:
-        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
-        validate(args)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
-    return args
-
-
-def truncate_metrics(path: Path, kept_at: Path, last_step: int) -> None:
-    """Drops what was logged after the checkpoint, and what cannot be read"""
-    kept = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
-        try:
-            kept += [line + "\n"] if json.loads(line)["steps"] <= last_step else []
-        except (ValueError, KeyError, TypeError, RecursionError):
-            print(f"{path}: line {number} is broken, it is left out")
-    if last_step and not kept:
-        print(f"{path} is missing or empty: the metrics before the checkpoint are lost")
-    Path(f"{kept_at}.part").write_text("".join(kept))
-    os.replace(f"{kept_at}.part", kept_at)
-
-
-@contextlib.contextmanager
-def open_run(args, label: str, checkpoint: dict | None, step: int):
-    """-> folders, one per seed, and their TensorBoard writers: new ones, or the resumed run's as they were at `step`,
-    where its checkpoint lies, also if that was moved or copied. A lock keeps other processes out, however this ends."""
-    seeds, stamp = range(args.seed, args.seed + args.num_seeds), int(time.time())
-    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-        stamp += 1
-    folders = [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
-    if checkpoint:
-        first, names = Path(args.resume).resolve().parent, checkpoint["folders"]
-        if first.name != names[0]:
-            names = [f"{first.name}__{seed}" for seed in seeds]
-        folders = [first, *(first.parent / name for name in names[1:])]
-    earlier = folders
-    if checkpoint and args.run_dir != checkpoint["args"]["run_dir"]:  # goes on elsewhere
-        folders = [Path(args.run_dir) / folder.name for folder in folders]
-        taken = folders[0].exists() and folders[0].resolve() != earlier[0]
-        game.refuse(taken, f"--run-dir {args.run_dir}: there is a {folders[0]} already")
-    flags = dataclasses.asdict(args) | {"checkpoint": f"../{folders[0].name}/checkpoint.pt"}
-    table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-    with contextlib.ExitStack() as held:
-        try:
-            folders[0].mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(open(folders[0] / "lock", "a+"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            print(f"process {os.getpid()} on {os.uname().nodename}, since {time.ctime()}", file=lock, flush=True)
-            for folder, old in zip(folders, earlier, strict=True):
-                folder.mkdir(exist_ok=True)
-                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-                if checkpoint:
-                    truncate_metrics(old / "metrics.jsonl", folder / "metrics.jsonl", step)
-        except BlockingIOError as error:
-            raise game.UserError(f"{folders[0]} is in use by {Path(lock.name).read_text().strip()}") from error
-        except OSError as error:
-            raise game.UserError(f"could not write to {error.filename or folders[0]}: {error.strerror}") from error
-        threading.excepthook, before = lambda _: None, threading.excepthook  # of TensorBoard: never_fatal says it
-        held.callback(setattr, threading, "excepthook", before)
-        writers = []
-        for folder in folders:
-            writers.append(SummaryWriter(folder, purge_step=step + 1))
-            held.callback(never_fatal("write to TensorBoard")(writers[-1].close))
-            with never_fatal("write to TensorBoard"):
-                writers[-1].add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
-        yield folders, writers
+        stages = collections.Counter()
+        for (_, begin), (name, end) in itertools.pairwise(self.times):
+            stages[f"time/{name}"] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+        return dict(stages)
 
 
 def init_ranks(device: torch.device) -> tuple[int, int, torch.device]:
-    """Under torchrun: meets the other processes. -> this one's rank, how many there are, its device"""
+    """Under torchrun: meets the other processes. -> this one's rank, how many there are, its
+    device"""
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def rank_share(args: Args, world: int) -> Args:
-    """The games and batches of one of `world` ranks; a batch of two or more stays one, for games of either kind"""
-    share = {
-        name: math.ceil(getattr(args, name) / world) for name in ("num_envs", "subgoal_batch_size", "wm_batch_size")
-    }
-    for name in ("subgoal_batch_size", "wm_batch_size"):
-        share[name] = max(share[name], min(2, getattr(args, name)))
-    return dataclasses.replace(args, **share)
+def rank_share(args: Args, num_ranks: int) -> Args:
+    """The games and batches of one rank; a batch of two or more stays one, for games of either
+    kind"""
+
+    def batch_share(size):
+        return max(math.ceil(size / num_ranks), min(2, size))
+
+    return dataclasses.replace(
+        args,
+        num_envs=math.ceil(args.num_envs / num_ranks),
+        subgoal_batch_size=batch_share(args.subgoal_batch_size),
+        wm_batch_size=batch_share(args.wm_batch_size),
+    )
 
 
-def gather_ranks(value) -> list:
-    """What each rank has, once all have it"""
+def gather_ranks(value, everywhere: bool = True) -> list | None:
+    """What each rank has, once all have it; else only on the first rank, None on the others"""
     if not dist.is_initialized():
         return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def gather_on_first_rank(value) -> list | None:
-    """What each rank has; the others get None"""
-    if not dist.is_initialized():
-        return [value]
-    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, found)
-    return found
+    values = [None] * dist.get_world_size()
+    if everywhere:
+        dist.all_gather_object(values, value)
+        return values
+    dist.gather_object(value, values if dist.get_rank() == 0 else None)
+    return values if dist.get_rank() == 0 else None
 
 
 # ---- One iteration
@@ -2224,222 +2514,238 @@ class TrainState:
     """All that a run changes"""
 
     args: Args
-    env: StagHuntEnv
-    seats: game.Seats
     networks: Networks
     optimizers: dict[str, torch.optim.Adam]
-    rollout_state: dict[str, torch.Tensor]
-    replay: Replay  # the learners' own last rollouts
+    games: Games  # the learners' own
+    watched: Games | None  # of rule-based players: the models must not forget them
     eps: torch.Tensor  # [] share of hindsight subgoals in MOA's training
     horizon: torch.Tensor  # int64 [M] how many steps may be imagined
-    offline: "TrainState | None" = None  # rule-based games that the learners watch: their models must not forget them
-    metrics: MetricSums = dataclasses.field(default_factory=MetricSums)
-
-    def tensors(self) -> dict:
-        networks = {name: x.state_dict() for name, x in self.networks._asdict().items() if x is not None}
-        optimizers = {name: dict(enumerate(x.state.values())) for name, x in self.optimizers.items()}
-        random = {"cpu": torch.get_rng_state()}
-        if self.env.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.env.device)
-        own = {"rollout_state": self.rollout_state, "eps": self.eps, "horizon": self.horizon, "random": random}
-        if self.offline is not None:
-            own["offline_rollout_state"] = self.offline.rollout_state
-        return {"networks": networks, "optimizers": optimizers, **own}
-
-    def parts(self) -> dict:
-        parts = {"env": self.env, "seats": self.seats, "replay": self.replay}
-        watched = {} if self.offline is None else self.offline.parts()
-        return parts | {f"offline_{name}": part for name, part in watched.items()}
+    metrics: MetricSums
 
     def state_dict(self) -> dict:
-        return self.tensors() | {name: part.state_dict() for name, part in self.parts().items()}
+        """The run's own tensors, and copies of what its generators hold"""
+        networks = self.networks.present()
+        saved = {
+            "networks": {name: network.state_dict() for name, network in networks.items()},
+            "optimizers": {name: dict(enumerate(x.state.values())) for name, x in self.optimizers.items()},
+            "games": self.games.state_dict(),
+            "eps": self.eps,
+            "horizon": self.horizon,
+            "cpu_random": torch.get_rng_state(),
+        }
+        if self.watched is not None:
+            saved["watched"] = self.watched.state_dict()
+        if self.eps.is_cuda:
+            saved["cuda_random"] = torch.cuda.get_rng_state(self.eps.device)
+        return saved
 
     def load_state_dict(self, saved: dict) -> None:
         """Everything in place, before a CUDA graph looks for it there"""
-        game.copy_nested_(self.tensors(), saved)
-        for name, part in self.parts().items():
-            part.load_state_dict(saved.get(name))
-        torch.set_rng_state(saved["random"]["cpu"])
-        if self.env.device.type == "cuda":
-            torch.cuda.set_rng_state(saved["random"]["cuda"], self.env.device)
+        for name, games in (("games", self.games), ("watched", self.watched)):
+            if games is not None and games.replay.data is None:
+                games.replay.allocate(saved[name]["replay"])
+        game.copy_nested_(self.state_dict(), saved)
+        self.games.env.generator.set_state(saved["games"]["env"]["generator"])
+        torch.set_rng_state(saved["cpu_random"])
+        if self.eps.is_cuda:
+            torch.cuda.set_rng_state(saved["cuda_random"], self.eps.device)
 
 
-def make_train_state(
-    args: Args, tables: list[list[str]], seeds: list[int], device, rank=0, watch=False, stream=0
-) -> TrainState:
-    """Everything allocated. tables: who sits where, N names for each block of --num-envs games. watch: rule-based
-    players play, the learners look on. stream: games of another number are other games"""
+def seed_everything(seeds: list[int], rank: int, stream: int) -> None:
+    """stream: games of another number are other games"""
     torch.manual_seed(1_000_003 * seeds[0] + 7919 * rank + 97 * stream)
-    env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, torch.initial_seed() + 1, compile=args.compile)
-    decay = history_decay(args)
-    redraw = ("never" if decay else "game") if watch else args.redraw
-    reset_prob = args.history_reset_prob if decay and args.subgoals == "posterior" else 0.0
-    seats = game.Seats(env, tables, args.share_parameters, args.population, redraw, decay > 0, watch, reset_prob)
-    m = seats.num_learners
-    network_seeds = [100 * seed + i for seed in seeds for i in range(m // len(seeds))]
-    networks = make_networks(args, args.config, network_seeds, device)
+
+
+def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], device, rank: int = 0) -> TrainState:
+    """Everything allocated. tables: who sits where, N names for each block of --num-envs games"""
+    seed_everything(seeds, rank, stream=0)
+    games = Games(args, tables, device)
+    m = games.seats.num_learners
+    networks = make_networks(args, [100 * seed + i for seed in seeds for i in range(m // len(seeds))], device)
     optimizers = {"policy": make_optimizer(networks.policy.parameters(), args.learning_rate, eps=1e-5)}
     if networks.moa is not None:
         learned = networks.inference.parameters() + networks.moa.parameters()
-        if watch:  # pretraining
-            learned += networks.prior.parameters() + networks.moa_prior.parameters()
         optimizers["opponents"] = make_optimizer(learned, args.subgoal_learning_rate)
     if networks.world is not None:
         optimizers["world"] = make_optimizer(networks.world.parameters(), args.wm_learning_rate, beta2=0.99)
-    replay, offline = Replay(args.replay_rollouts, device), None
-    if networks.moa is not None and args.offline_ratio > 0 and not watch:
+    watched = None
+    if networks.moa is not None and args.offline_ratio > 0:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed_everything(seeds, rank, stream=1)
             half = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 2))
-            offline = make_train_state(half, tables, seeds, device, rank, watch=True, stream=1)
-        offline = dataclasses.replace(offline, networks=networks, optimizers={})
-        offline.env.generator = env.generator  # a CUDA graph knows of one
-    eps, horizon = torch.zeros((), device=device), torch.zeros(m, dtype=torch.int64, device=device)
-    last_joint = torch.full((*seats.learner_seat.shape, env.config.num_players), STAY, device=device)
-    size = 4 if args.subgoals in BAYES else 2 * args.subgoal_hidden
-    history = torch.zeros(*last_joint.shape[:2], env.config.num_players - 1, size, device=device)
-    rollout_state = {"last_joint": last_joint, "history": history}
-    return TrainState(args, env, seats, networks, optimizers, rollout_state, replay, eps, horizon, offline)
+            watched = Games(half, tables, device, watch=True)
+        watched.env.generator = games.env.generator  # a CUDA graph knows of one
+    return TrainState(
+        args=args,
+        networks=networks,
+        optimizers=optimizers,
+        games=games,
+        watched=watched,
+        eps=torch.zeros((), device=device),
+        horizon=torch.zeros(m, dtype=torch.int64, device=device),
+        metrics=MetricSums(device),
+    )
 
 
-PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
-    "vae_checkpoint": ("pretrain_vae.py 8", ("prior", "inference", "moa", "moa_prior")),
-    "world_model_checkpoint": ("pretrain_world_model.py 8", ("world",)),
-}
-
-
-def check_pretrained(args: Args) -> None:
-    """Refuses checkpoints of pretraining that are missing, damaged or do not fit"""
-    here = vars(args) | vars(args.config) | {"world_model": WorldModel.__name__}
-    for flag, (expected, _) in PRETRAINED.items():
-        path = getattr(args, flag)
-        if path is not None:
-            start = f"--{flag.replace('_', '-')} {path}"
-            game.find_checkpoint(path, f"--{flag.replace('_', '-')}")
-            saved = load_checkpoint(path, expected, PRETRAINED_KEYS)
-            for name, there in saved["must_match"].items():
-                game.refuse(there != here.get(name), f"{start} does not fit: {name} {there}, here {here.get(name)}")
+def load_pretrained(args: Args, networks: Networks) -> None:
+    """Weights of the pretraining scripts. Seed s takes those of their seed s, from the first again
+    where there are fewer. Refuses what is missing, damaged or does not fit"""
+    flags = vars(args) | vars(args.config) | {"world_model": WorldModel.__name__}
+    for name, (expected, network_names) in PRETRAINED.items():
+        path = getattr(args, name)
+        if path is None:
+            continue
+        misfit = f"{game.flag(name)} {path} does not fit"
+        game.find_checkpoint(path, game.flag(name))
+        saved = game.load_checkpoint(path, expected, PRETRAINED_KEYS)
+        for key, there in saved["must_match"].items():
+            here = flags.get(key)
+            refuse(there != here, f"{misfit}: {key} {there}, here {here}")
+        for network_name in network_names:
+            network = getattr(networks, network_name)
+            weights = saved["networks"].get(network_name) or {}
+            refuse(not weights, f"{misfit}: {network_name} is missing in what was saved")
+            learners_per_seed = len(network) // args.num_seeds
+            seed = torch.arange(len(network)) // learners_per_seed
+            index = seed % min(len(x) for x in weights.values())
             try:
-                load_pretrained(flag, args, make_networks(args, args.config, [0], torch.device("cpu")))
+                network.load_state_dict({key: x[index] for key, x in weights.items()})
             except game.UserError as error:
-                raise game.UserError(f"{start} does not fit: {error}") from error
-
-
-def load_pretrained(flag: str, args: Args, networks: Networks) -> None:
-    """Weights of a pretraining script. Seed s takes those of its seed s, from the first again where there are fewer"""
-    expected, names = PRETRAINED[flag]
-    saved = load_checkpoint(getattr(args, flag), expected, PRETRAINED_KEYS)["networks"]
-    for name in names:
-        weights = saved.get(name) or {}
-        game.refuse(not weights, f"{name} is missing in what was saved")
-        index = torch.arange(len(getattr(networks, name))) % min(len(x) for x in weights.values())
-        getattr(networks, name).load_state_dict({key: x[index] for key, x in weights.items()})
+                raise game.UserError(f"{misfit}: {error}") from error
 
 
 def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict[str, float]:
-    """One model per seed learns from games of rule-based players; each of its learners starts from a copy.
-    -> metrics on fresh games"""
+    """One model per seed learns from games of rule-based players; each of its learners starts from
+    a copy. -> metrics on fresh games"""
+    device = state.games.env.device
     table = game.seats_table(args.seats, args.config.num_players)
-    watch_args = dataclasses.replace(args, num_envs=args.pretraining_games, share_parameters=True, compile=False)
-    watch = make_train_state(watch_args, [table] * len(seeds), seeds, state.env.device, rank, watch=True, stream=2)
-    networks, optimizers, replay = watch.networks, watch.optimizers, watch.replay
-    rates = {"opponents": 3e-3} | ({"world": 2e-3} if networks.world is not None else {})
-    if args.vae_checkpoint:
-        load_pretrained("vae_checkpoint", args, networks)
-        rates.pop("opponents")
-    if args.world_model_checkpoint:
-        load_pretrained("world_model_checkpoint", args, networks)
-        rates.pop("world")
+    args = dataclasses.replace(args, num_envs=args.pretraining_games, share_parameters=True, compile=False)
+    seed_everything(seeds, rank, stream=2)
+    games = Games(args, [table] * len(seeds), device, watch=True)
+    networks = make_networks(args, [100 * seed for seed in seeds], device, pretraining=True)
+    load_pretrained(args, networks)
+    optimizers = {}
+    rates = {"opponents": 3e-3, "world": 2e-3}
+    if args.vae_checkpoint is None:
+        names = ("inference", "moa", "prior", "moa_prior")
+        learned = itertools.chain(*(getattr(networks, name).parameters() for name in names))
+        optimizers["opponents"] = make_optimizer(list(learned), 0.0)
+    if args.world_model_checkpoint is None and networks.world is not None:
+        optimizers["world"] = make_optimizer(networks.world.parameters(), 0.0, beta2=0.99)
 
     def play():
-        return rollout(watch_args, watch.env, watch.seats, networks, watch.rollout_state, args.num_steps, False)
+        return rollout(args, games, networks, args.num_steps)
 
     def learn():
-        if "opponents" in rates:
-            train_opponent_models(watch_args, watch.env, networks, optimizers["opponents"], replay, None, 0.0, 1, True)
-        if "world" in rates:
-            train_world_model(watch_args, args.config, networks, optimizers["world"], replay, None, 1)
+        if "opponents" in optimizers:
+            models = games.env, networks, optimizers["opponents"], games.replay
+            train_opponent_models(args, *models, None, eps=0.0, updates=1, pretraining=True)
+        if "world" in optimizers:
+            train_world_model(args, networks, optimizers["world"], games.replay, None, updates=1)
 
     rounds = max(1, min(8, args.pretraining_updates // 10))
     for number in tqdm(range(rounds), desc="pretraining", unit="round", leave=False, disable=rank > 0):
-        replay.push(play()[0])
-        for name, rate in rates.items():  # falls along a cosine
-            optimizers[name].param_groups[0]["lr"].fill_(rate * 0.5 * (1 + math.cos(math.pi * number / rounds)))
-        for update in range(args.pretraining_updates // rounds):
+        games.replay.push(play()[0])
+        for name, optimizer in optimizers.items():  # falls along a cosine
+            rate = rates[name] * 0.5 * (1 + math.cos(math.pi * number / rounds))
+            optimizer.param_groups[0]["lr"].fill_(rate)
+        updates = args.pretraining_updates // rounds
+        if number == 0 and updates > 0:
             learn()
-            if number == update == 0:
-                play, learn = (capture(function, watch.env, args.cudagraphs) for function in (play, learn))
-    index = torch.arange(len(seeds), device=state.env.device).repeat_interleave(state.seats.num_learners // len(seeds))
-    for name, stacked in networks._asdict().items():
-        if stacked is not None and name != "policy":
-            tiled = {key: x[index] for key, x in stacked.state_dict().items()}
-            getattr(state.networks, name).load_state_dict(tiled)
-    for _ in range(args.replay_rollouts if state.offline is not None else 0):
-        watch_rule_based(state.offline)
+            updates -= 1
+            play = capture(play, games.env, args.cudagraphs)
+            learn = capture(learn, games.env, args.cudagraphs)
+        for _ in range(updates):
+            learn()
+    learner_seed = torch.arange(len(seeds), device=device).repeat_interleave(len(state.networks.policy) // len(seeds))
+    for name, network in state.networks.present().items():
+        if name != "policy":
+            weights = getattr(networks, name).state_dict()
+            network.load_state_dict({key: x[learner_seed] for key, x in weights.items()})
+    if state.watched is not None:
+        for _ in range(args.replay_rollouts):
+            watch_rule_based(state)
     transitions, _, episodes = play()
-    metrics = moa_metrics(watch_args, watch.env, watch.seats, networks, transitions, episodes)
+    metrics = moa_metrics(args, games, networks, transitions, episodes)
     if networks.world is not None:
-        metrics |= measure_horizon(watch_args, args.config, networks, transitions)[1]
-    return {name: float(x.mean()) for name, x in metrics.items() if name != "moa/confusion"}
+        metrics |= measure_horizon(args, networks, transitions)[1]
+    return {name: float(x.mean()) for name, x in metrics.items()}
 
 
-def watch_rule_based(offline: TrainState) -> None:
-    """A rollout of rule-based games, with the learners' present idea of who plays, for the offline replay"""
-    args = offline.args
-    parts = offline.env, offline.seats, offline.networks, offline.rollout_state
-    offline.replay.push(rollout(args, *parts, args.num_steps, learners_act=False)[0])
+def watch_rule_based(state: TrainState) -> None:
+    """A rollout of rule-based games, with the learners' present idea of who plays, for the models'
+    training"""
+    transitions, _, _ = rollout(state.args, state.watched, state.networks, state.args.num_steps)
+    state.watched.replay.push(transitions)
 
 
-def train_iteration(state: TrainState, train_world: bool, train_opponents: bool) -> dict:
-    """One iteration; captured as one CUDA graph, nothing in it waits for the host. -> its samples and timer"""
-    args, env, seats, networks = state.args, state.env, state.seats, state.networks
+def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
+    """Imagined samples for PPO, so many that --ppo-real-ratio of all are real"""
+    args = state.args
+    env = state.games.env
+    real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
+    real_steps = args.num_steps * state.games.last_joint.shape[1]
+    steps = real_steps * (1 - real_ratio) / real_ratio
+    windows = math.ceil(steps / args.imagination_horizon / args.num_steps)
+    rule_based = 0.0
+    if args.imagined_goals == "prior":
+        rule_based = 0.5
+        windows = max(windows, 2)  # one of each kind
+    offline = state.watched.replay if state.watched is not None else None
+    windows = sample_replays(state.games.replay, offline, rule_based, max(windows, 1), window=1)
+    start = replayed_states(args, env, state.networks, windows)
+    start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
+    mask = learner_mask(env.config, start.board)
+    return make_ppo_batch(args, imagine(args, env, state.networks, start, mask, state.horizon), real=False)
+
+
+def train_iteration(state: TrainState) -> dict:
+    """One iteration; captured as one CUDA graph, nothing in it waits for the host. -> its samples
+    and timer"""
+    args = state.args
+    networks = state.networks
+    env = state.games.env
     timer = Timer(env.device)
-    transitions, outputs, episodes = rollout(
-        args, env, seats, networks, state.rollout_state, args.num_steps, True, timer
-    )
-    metrics = episode_metrics(seats, episodes)
+    transitions, outputs, episodes = rollout(args, state.games, networks, args.num_steps, timer=timer)
+    metrics = episode_metrics(state.games.seats, episodes)
     if args.planner != "none":
-        for name, x in zip(("gain", "kl", "depth"), outputs["search"].unbind(3), strict=True):
-            metrics[f"search/{name}"] = masked_mean(x, learner_mask(env.config, transitions.board))
+        mask = learner_mask(env.config, transitions.board)
+        gain, kl, depth = outputs["search"].unbind(3)
+        metrics["search/gain"] = masked_mean(gain, mask)
+        metrics["search/kl"] = masked_mean(kl, mask)
+        metrics["search/depth"] = masked_mean(depth, mask)
     timer.record("rollout")
 
     if networks.moa is not None:
-        metrics |= moa_metrics(args, env, seats, networks, transitions, episodes)
+        metrics |= moa_metrics(args, state.games, networks, transitions, episodes)
     if networks.world is not None:  # on fresh steps, before they are trained on
-        horizon, found = measure_horizon(args, env.config, networks, transitions)
+        horizon, match = measure_horizon(args, networks, transitions)
         state.horizon.copy_(horizon)
-        metrics |= found
+        metrics |= match
     timer.record("measure")
 
-    replays = state.replay, state.offline.replay if state.offline is not None else None
+    replay = state.games.replay
+    offline = state.watched.replay if state.watched is not None else None
     if networks.moa is not None:
-        state.replay.push(transitions)
-    if train_world and networks.world is not None and args.wm_updates > 0:
-        losses = train_world_model(args, env.config, networks, state.optimizers["world"], *replays, args.wm_updates)
-        metrics |= {"losses/world_model": losses["loss"], "losses/world_model_grad_norm": losses["grad_norm"]}
-    if train_opponents and networks.moa is not None and args.subgoal_updates > 0:
-        optimizer = state.optimizers["opponents"]
-        losses = train_opponent_models(args, env, networks, optimizer, *replays, state.eps, args.subgoal_updates)
-        metrics |= {"losses/moa": losses["moa"], "omg/recon": losses["recon"], "omg/kl": losses["kl"]}
-        metrics |= {"losses/opponent_models": losses["loss"], "losses/opponent_grad_norm": losses["grad_norm"]}
+        replay.push(transitions)
+    if networks.world is not None:
+        metrics |= train_world_model(args, networks, state.optimizers["world"], replay, offline, args.wm_updates)
+    if networks.moa is not None:
+        models = env, networks, state.optimizers["opponents"], replay, offline
+        metrics |= train_opponent_models(args, *models, state.eps, args.subgoal_updates)
     timer.record("models")
 
-    batch = make_ppo_batch(args, real_samples(args, env.config, transitions, outputs), real=True)
-    metrics |= batch_metrics("real", batch)
-    samples = {"transitions": transitions, "outputs": outputs, "real": batch, "timer": timer}
+    real = make_ppo_batch(args, real_samples(args, env.config, transitions, outputs), real=True)
+    samples = {"transitions": transitions, "outputs": outputs, "real": real, "timer": timer}
+    batch = real
+    metrics |= batch_metrics("real", real)
+    metrics["losses/explained_variance"] = explained_variance(real)
     if args.imagination and args.ppo_real_ratio < 1:
-        real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
-        steps = args.num_steps * transitions.done.shape[2] * (1 - real_ratio) / real_ratio
-        games = math.ceil(steps / args.imagination_horizon / args.num_steps)
-        rule_based = 0.5 if args.imagined_goals == "prior" else 0.0
-        games = max(games, 2 if rule_based else 1)  # one of each kind
-        start = replayed_states(args, env, networks, sample_replays(*replays, rule_based, games, window=1))
-        start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
-        mask = learner_mask(env.config, start.board)
-        imagined = make_ppo_batch(args, imagine(args, env, networks, start, mask, state.horizon), real=False)
+        imagined = samples["imagined"] = imagine_batch(state)
         metrics |= batch_metrics("imagined", imagined)
-        samples["imagined"] = imagined
-        parts = [batch, imagined] if args.ppo_real_ratio > 0 else [imagined]
-        batch = {name: torch.cat([part[name] for part in parts], 1) for name in batch}
+        batch = imagined
+        if args.ppo_real_ratio > 0:
+            batch = {name: torch.cat([real[name], imagined[name]], 1) for name in real}
     timer.record("imagine")
 
     metrics |= ppo_update(args, networks.policy, state.optimizers["policy"], batch)
@@ -2451,152 +2757,195 @@ def train_iteration(state: TrainState, train_world: bool, train_opponents: bool)
 # ---- Main
 
 
-def main(args: Args) -> dict[str, float]:
-    """Returns the last logged metrics, averaged over seeds."""
-    started, iteration, seconds, checkpoint = time.time(), 0, 0.0, None
-    config = validate(args)
-    steps_each = args.num_envs * args.num_steps
-    num_iterations = math.ceil(args.total_timesteps / steps_each)
-    if args.resume is not None:
-        args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
-        checkpoint = load_checkpoint(args.resume)
-        check_resume(args, load_args(args.resume, checkpoint["args"]))
-        iteration, seconds = checkpoint["iteration"], checkpoint["seconds"]
-        over = iteration > num_iterations
-        game.refuse(over, f"--total-timesteps {args.total_timesteps}: the run has {iteration * steps_each} already")
-    if checkpoint is None or args.run_dir != checkpoint["args"]["run_dir"]:
-        game.check_run_flags(args)
-    rank, world, device = init_ranks(game.resolve_device(args.device))
-    game.refuse(args.num_envs % world > 0, f"--num-envs {args.num_envs} must be a multiple of the {world} ranks")
-    if checkpoint:
-        states, kind = checkpoint["states"], checkpoint["device"]
-        elsewhere = (kind, len(states)) != (device.type, world)
-        game.refuse(elsewhere, f"--resume {args.resume} goes on on {len(states)} rank(s) on {kind} only")
-    else:
-        check_pretrained(args)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
-    torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
-    own_args = dataclasses.replace(rank_share(args, world), compile=args.compile and device.type == "cuda")
-    game.check_memory(memory_needs(own_args), device)
-    seeds = list(range(args.seed, args.seed + args.num_seeds))
-    table = game.seats_table(args.seats, config.num_players)
-    state = make_train_state(own_args, [table] * len(seeds), seeds, device, rank)
-    say = tqdm.write if rank == 0 else lambda _: None
-    loads = args.vae_checkpoint or args.world_model_checkpoint
-    say(f"{config.setting}, {args.method}, {state.seats.num_learners} learner(s), on {world} x {device.type}")
-    script = {"name": Path(__file__).name, "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+def resume_run(args: Args, device: torch.device, num_ranks: int) -> tuple[Args, dict]:
+    """-> the flags with the path of the checkpoint, the checkpoint"""
+    args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
+    checkpoint = game.load_checkpoint(args.resume, FORMAT, KEYS)
+    game.check_resume(args, load_args(args.resume, checkpoint["args"]), MAY_CHANGE)
+    steps = checkpoint["iteration"] * args.num_envs * args.num_steps
+    refuse(steps > total_steps(args), f"--total-timesteps {args.total_timesteps}: the run has {steps} already")
+    kind = checkpoint["device"]
+    ranks = len(checkpoint["states"])
+    elsewhere = (kind, ranks) != (device.type, num_ranks)
+    refuse(elsewhere, f"--resume {args.resume} goes on on {ranks} rank(s) on {kind} only")
+    return args, checkpoint
+
+
+def total_steps(args: Args) -> int:
+    """--total-timesteps as whole iterations"""
+    each = args.num_envs * args.num_steps
+    return math.ceil(args.total_timesteps / each) * each
+
+
+def script_version() -> dict[str, str]:
+    text = Path(__file__).read_bytes()
+    return {"name": Path(__file__).name, "sha256": hashlib.sha256(text).hexdigest()}
+
+
+def prepare(args: Args, state: TrainState, checkpoint: dict | None, seeds: list[int], rank: int, say) -> None:
+    """What the first iteration starts from: the checkpoint, or models that are pretrained"""
     if checkpoint:
         try:
             state.load_state_dict(checkpoint["states"][rank])
         except game.UserError as error:
             raise game.UserError(f"--resume {args.resume}: {error}") from error
-        if checkpoint["script"] != script:
-            say(f"{args.resume} was made by another text than this script: {checkpoint['script'].get('name')}")
-    elif state.networks.moa is not None and (args.pretraining_updates or args.offline_ratio or loads):
+        made_by = checkpoint["script"]
+        if made_by != script_version():
+            say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
+    elif state.networks.moa is not None:
         say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
-        found = pretrain(own_args, state, seeds, rank)
-        shown = (f"{name} {value:.4g}" for name, value in found.items() if not DETAILS.match(name))
-        say(f"on fresh rule-based games: {', '.join(shown)}")
+        metrics = pretrain(state.args, state, seeds, rank)
+        shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
+        texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        say(f"on fresh rule-based games: {', '.join(texts)}")
 
-    def due(iteration):  # which models are trained
-        return iteration % args.wm_period == 0, iteration % args.subgoal_period == 0
 
-    kinds = {due(i) for i in range(math.lcm(args.wm_period, args.subgoal_period))}
-    iterations = {kind: functools.partial(train_iteration, state, *kind) for kind in kinds}
-    if state.offline is not None:
-        iterations["watch"] = functools.partial(watch_rule_based, state.offline)
-    if device.type == "cuda" and args.cudagraphs:  # warm up, put everything back, capture
+def capture_iterations(state: TrainState):
+    """-> train_iteration and watch_rule_based of this state; on a GPU as CUDA graphs"""
+    args = state.args
+    env = state.games.env
+    functions = [functools.partial(train_iteration, state)]
+    if state.watched is not None:
+        functions.append(functools.partial(watch_rule_based, state))
+    fuse(args.compile)
+    if env.device.type == "cuda" and args.cudagraphs:  # warm up, put everything back, capture
         before = copy.deepcopy(state.state_dict())
         with torch.cuda.stream(torch.cuda.Stream()):
-            for run_iteration in iterations.values():
-                run_iteration()
+            for function in functions:
+                function()
         torch.cuda.synchronize()
         state.load_state_dict(before)
         state.metrics.read()
-        iterations = {kind: capture(function, state.env, True) for kind, function in iterations.items()}
+    functions = [capture(function, env, args.cudagraphs) for function in functions]
+    return functions if len(functions) == 2 else (*functions, lambda: None)
 
-    def open_folders():
-        found = [], []
-        if rank == 0:
-            found = held.enter_context(open_run(args, f"{config.setting}_{args.method}", checkpoint, step))
-            say(f"ready after {ready:.1f} s; run folder {found[0][0]}")
-        return gather_ranks(found[0])[0], found[1]
 
-    def save(name="checkpoint.pt", **more):
-        own_state = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict())
-        states = gather_on_first_rank(own_state)
-        if rank == 0:
-            content = {
-                "format": FORMAT,
-                "args": dataclasses.asdict(args),
-                "iteration": iteration,
-                "device": device.type,
-                "states": states,
-                "script": script,
-                "folders": [folder.name for folder in folders],
-                "seconds": seconds,
-            }
-            save_checkpoint(folders[0] / name, content | more)
-        gather_ranks(None)  # nobody goes on, or ends, before it is written
+def save_run(run: game.Run | None, args: Args, state, iteration: int, seconds: float, problem=""):
+    """A checkpoint of all ranks; `problem`: one that is only kept to be looked at"""
+    on_host = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict())
+    states = gather_ranks(on_host, everywhere=False)
+    if run is not None:
+        content = {
+            "format": FORMAT,
+            "args": dataclasses.asdict(args),
+            "iteration": iteration,
+            "device": state.eps.device.type,
+            "states": states,
+            "script": script_version(),
+            "seconds": seconds,
+        }
+        if problem:
+            run.save({**content, "problem": problem}, "checkpoint_bad.pt")
+        else:
+            run.save(content)
+    gather_ranks(None)  # nobody goes on, or ends, before it is written
 
-    ready, step, rows, asked = time.time() - started, iteration * steps_each, [{}], False
+
+@game.never_fatal("write to TensorBoard")
+def add_histograms(run: game.Run, samples: dict, step: int) -> None:
+    """Of rewards, returns and values, real and imagined"""
+    for name in {"real", "imagined"} & samples.keys():
+        for seed, writer in enumerate(run.writers):
+            batch = {key: x.chunk(len(run.writers))[seed] for key, x in samples[name].items()}
+            counts = batch["weight"] > 0
+            for key in ("reward", "returns", "value") if counts.any() else ():
+                writer.add_histogram(f"{name}/{key}", batch[key][counts].cpu(), step)
+
+
+def main(args: Args) -> dict[str, float]:
+    """Returns the last logged metrics, averaged over seeds."""
+    started = time.time()
+    config = validate(args)
+    rank, num_ranks, device = init_ranks(game.resolve_device(args.device))
+    refuse(args.num_envs % num_ranks > 0, f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} ranks")
+    checkpoint = None
+    iteration = 0
+    seconds = 0.0
+    if args.resume is not None:
+        args, checkpoint = resume_run(args, device, num_ranks)
+        iteration = checkpoint["iteration"]
+        seconds = checkpoint["seconds"]
+    say = tqdm.write if rank == 0 else lambda _: None
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
+    torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
+    rank_args = dataclasses.replace(rank_share(args, num_ranks), compile=args.compile and device.type == "cuda")
+    game.check_memory(memory_needs(rank_args), device)
+    seeds = list(range(args.seed, args.seed + args.num_seeds))
+    table = game.seats_table(args.seats, config.num_players)
+    state = make_train_state(rank_args, [table] * len(seeds), seeds, device, rank)
+    if checkpoint is None:
+        load_pretrained(rank_args, state.networks)
+    say(f"{config.setting}, {args.method}, {state.games.seats.num_learners} learner(s), on {num_ranks} x {device.type}")
+    steps_each = args.num_envs * args.num_steps
+    num_iterations = total_steps(args) // steps_each
+    step = iteration * steps_each
+    run = None
     with contextlib.ExitStack() as held:
-        folders, writers = open_folders() if checkpoint else ([], [])
-        stop = held.enter_context(stop_requests())
-        total = num_iterations * steps_each
-        bar = tqdm(initial=step, total=total, unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
+        if rank == 0:
+            run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
+            held.callback(run.close)
+        prepare(args, state, checkpoint, seeds, rank, say)
+        run_iteration, watch = capture_iterations(state)
+        ready = time.time() - started
+        if run is not None:
+            say(f"ready after {ready:.1f} s; run folder {run.folders[0]}")
+        stop = held.enter_context(game.stop_requests())
+        bar = tqdm(initial=step, total=total_steps(args), unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
         held.enter_context(bar)
-        began, last_save = time.time() - seconds, time.time()
+        began = time.time() - seconds
+        last_save = time.time()
+        asked = False
+        rows = [{}]
         while iteration < num_iterations and not asked:
             learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * iteration / num_iterations)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
             state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
-            if state.offline is not None and iteration % args.replay_rollouts == 0:
-                iterations["watch"]()
-            samples = iterations[due(iteration)]()
+            if iteration % args.replay_rollouts == 0:
+                watch()
+            samples = run_iteration()
             iteration += 1
             asked = any(gather_ranks(bool(stop)))
             last = asked or iteration == num_iterations
             if iteration % args.log_every and not last:
                 continue
-            if not folders:  # the first thing on disk, now that everything is allocated
-                folders, writers = open_folders()
-            metrics, step = state.metrics.read(), iteration * steps_each
+            step = iteration * steps_each
+            metrics = state.metrics.read()
             seconds = time.time() - began
             rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
-            extra = {"charts/SPS": step / seconds, "charts/learning_rate": learning_rate, "time/training": seconds}
-            extra |= samples["timer"].seconds() | {"time/ready": ready}
-            for folder, writer, row in zip(folders, writers, rows, strict=False):
-                write_row(writer, folder / "metrics.jsonl", step, row | extra, args.log_details)
+            speed = {
+                "charts/SPS": step / seconds,
+                "charts/learning_rate": learning_rate,
+                "time/training": seconds,
+                "time/ready": ready,
+                **samples["timer"].seconds(),
+            }
+            if run is not None:
+                run.log(step, [row | speed for row in rows])
             for seed, row in zip(seeds, rows, strict=True):
                 problem = find_explosion(args, row, state.networks)
                 if problem:
-                    save("checkpoint_bad.pt", problem=problem)
-                    where = f"seed {seed}, iteration {iteration}; see {folders[0]}/checkpoint_bad.pt"
-                    raise FloatingPointError(f"{problem} ({where})")
-            shown = np.mean([[row["charts/episodic_return"], row["charts/stag_share"]] for row in rows], 0)
-            bar.set_postfix_str("return {:.3f}, stag share {:.2f}".format(*shown), refresh=False)
+                    save_run(run, args, state, iteration, seconds, problem)
+                    raise FloatingPointError(f"{problem} (seed {seed}, iteration {iteration}; see checkpoint_bad.pt)")
+            mean_return = np.mean([row["charts/episodic_return"] for row in rows])
+            stag_share = np.mean([row["charts/stag_share"] for row in rows])
+            bar.set_postfix_str(f"return {mean_return:.3f}, stag share {stag_share:.2f}", refresh=False)
             bar.update(step - bar.n)
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
-                save()
+                save_run(run, args, state, iteration, seconds)
                 last_save = time.time()
-            pictures = args.num_pictures * iteration // num_iterations
-            if writers and pictures > args.num_pictures * (iteration - args.log_every) // num_iterations:
-                with never_fatal("draw"):
-                    draw_pictures(samples, metrics, writers, step)
+            pictures_due = PICTURES * iteration // num_iterations
+            if run is not None and pictures_due > PICTURES * (iteration - args.log_every) // num_iterations:
+                add_histograms(run, samples, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
-        flags = {name: str(value) for name, value in dataclasses.asdict(args).items()}
-        for writer, row in zip(writers, rows if iteration == num_iterations else [], strict=False):
-            with never_fatal("write to TensorBoard"):
-                if row:
-                    writer.add_hparams(flags, {"final_return": row["charts/episodic_return"]}, run_name=".")
+        if run is not None and iteration == num_iterations and rows[0]:
+            run.add_hparams([{"final_return": row["charts/episodic_return"]} for row in rows])
+    path = gather_ranks(run and str(run.folders[0] / "checkpoint.pt"))[0]
     if asked and iteration < num_iterations:
-        command = shlex.join(["python", sys.argv[0], "--resume", f"{folders[0]}/checkpoint.pt"])
-        say(f"stopped; go on with: {command}")
+        say(f"stopped; go on with: {shlex.join(['python', sys.argv[0], '--resume', path])}")
         raise SystemExit(128 + (stop or [signal.SIGTERM])[0])
-    say(f"{seconds:.1f} s of training after {ready:.1f} s of preparation; checkpoint {folders[0]}/checkpoint.pt")
+    say(f"{seconds:.1f} s of training after {ready:.1f} s of preparation; checkpoint {path}")
     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-    return {"checkpoint": str(folders[0] / "checkpoint.pt"), **means}
+    return {"checkpoint": path, **means}
 
 
 if __name__ == "__main__":

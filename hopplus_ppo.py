@@ -1065,6 +1065,8 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         board = seats.to_learners(env.cells(state))
         walls = seats.per_learner(state.walls[:, : config.num_wall_cells])
         clock = seats.per_learner(env.clock(state))
+        time_now = seats.per_learner(state.time)  # a copy: env.advance overwrites env.state
+        first_hunt = seats.per_learner(state.first_hunt)
         last_joint = games.last_joint.clone()
         history = games.history.clone()
         views = entity_views(env, board, walls, 1 if networks.inference is None else None)
@@ -1082,8 +1084,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
             probabilities.append({"probs": probs, "bayes_probs": seats.posterior_probs()})
         actions = game.sample(probs)
         joint = seats.to_learners(env.seats_to_ego(actions))
-        time_now = seats.per_learner(state.time)  # read before env.advance, which overwrites env.state
-        first_hunt = seats.per_learner(state.first_hunt)
         reward, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
         next_cells = torch.where(done[:, None, None], env.cells(env.final_state), env.cells(env.state))
@@ -1406,7 +1406,8 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     ended, first_hunt"""
     taken = (next_board != board)[..., config.num_players :].any(-1)
     first_hunt = torch.where(taken & (first_hunt < 0), time_next, first_hunt)
-    ended = (time_next >= config.final_time) | (next_board[..., 0] == config.num_cells)
+    needed = config.num_players if config.prosocial else 1  # who has left earns nothing more, unless all share
+    ended = (next_board[..., :needed] == config.num_cells).all(-1) | (time_next >= config.final_time)
     if config.steps_after_first_hunt is not None:
         ended |= (first_hunt >= 0) & (time_next - first_hunt >= config.steps_after_first_hunt)
     return ended, first_hunt
