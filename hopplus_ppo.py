@@ -937,11 +937,14 @@ class Replay:
         data = {} if self.data is None else {"data": self.data._asdict()}
         return {"pushed": self.pushed, **data}
 
-    def allocate(self, saved: dict) -> None:
-        """As large as that of a checkpoint"""
-        if "data" in saved:
+    def load_state_dict(self, saved: dict) -> None:
+        kept = self.state_dict()
+        if "data" not in saved:  # nothing had come in yet
+            kept.pop("data", None)
+        elif self.data is None:
             data = {name: x.to(self.pushed.device) for name, x in saved["data"].items()}
             self.data = Transitions(**data)
+        game.copy_nested_(kept, saved, "replay")
 
 
 class Games:
@@ -982,6 +985,13 @@ class Games:
             "last_joint": self.last_joint,
             "history": self.history,
         }
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.env.load_state_dict(saved["env"])
+        self.seats.load_state_dict(saved["seats"])
+        self.replay.load_state_dict(saved["replay"])
+        self.last_joint.copy_(saved["last_joint"])
+        self.history.copy_(saved["history"])
 
 
 class Transitions(NamedTuple):
@@ -1894,17 +1904,19 @@ class TrainState:
     horizon: torch.Tensor  # int64 [M] how many steps may be imagined
     metrics: MetricSums
 
-    def state_dict(self) -> dict:
-        """The run's own tensors, and copies of what its generators hold"""
-        networks = self.networks.present()
-        saved = {
-            "networks": {name: network.state_dict() for name, network in networks.items()},
-            "optimizers": {name: dict(enumerate(x.state.values())) for name, x in self.optimizers.items()},
-            "games": self.games.state_dict(),
+    def tensors(self) -> dict:
+        optimizers = self.optimizers.items()
+        return {
+            "networks": {name: x.state_dict() for name, x in self.networks.present().items()},
+            "optimizers": {name: dict(enumerate(x.state.values())) for name, x in optimizers},
             "eps": self.eps,
             "horizon": self.horizon,
-            "cpu_random": torch.get_rng_state(),
         }
+
+    def state_dict(self) -> dict:
+        saved = self.tensors()
+        saved["games"] = self.games.state_dict()
+        saved["cpu_random"] = torch.get_rng_state()
         if self.watched is not None:
             saved["watched"] = self.watched.state_dict()
         if self.eps.is_cuda:
@@ -1913,11 +1925,10 @@ class TrainState:
 
     def load_state_dict(self, saved: dict) -> None:
         """Everything in place, before a CUDA graph looks for it there"""
-        for name, games in (("games", self.games), ("watched", self.watched)):
-            if games is not None and games.replay.data is None:
-                games.replay.allocate(saved[name]["replay"])
-        game.copy_nested_(self.state_dict(), saved)
-        self.games.env.generator.set_state(saved["games"]["env"]["generator"])
+        game.copy_nested_(self.tensors(), saved)
+        self.games.load_state_dict(saved["games"])
+        if self.watched is not None:
+            self.watched.load_state_dict(saved["watched"])
         torch.set_rng_state(saved["cpu_random"])
         if self.eps.is_cuda:
             torch.cuda.set_rng_state(saved["cuda_random"], self.eps.device)
