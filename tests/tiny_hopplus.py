@@ -72,7 +72,7 @@ def infer(state, steps, history):
 
 
 def encode(state, windows):
-    """Histories [M, T, G, K, 2 * hidden] before each step of windows [M, T, G, ...], from that of their first step on"""
+    """Histories [M, T, G, K, 2 * hidden] before each step of windows [M, T, G, ...], from that of the first step on"""
     return hop.encode_history(state.args, state.games.env, state.networks, windows).history
 
 
