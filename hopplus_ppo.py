@@ -220,7 +220,7 @@ GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0}
 PPO_OMG = {"imagination": False}
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
-PPO_ON_CPU = {**ON_CPU, "num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}
+PPO_ON_CPU = {**ON_CPU, "total_timesteps": 400_000, "update_epochs": 3}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
