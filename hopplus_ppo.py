@@ -1376,8 +1376,8 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
         optimizer_step(optimizer, losses["loss"], 1.0)
         metrics.append(
             {
-                "losses/opponent_models": losses["loss"],
                 "losses/moa": losses["moa"],
+                "losses/opponent_models": losses["loss"],
                 "omg/recon": losses["recon"],
                 "omg/kl": losses["kl"],
             }
