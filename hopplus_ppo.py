@@ -277,7 +277,6 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config
     game.check_ranges(args)
-    game.check_run_flags(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
     kinds = len(game.population_names(args.population))
@@ -2226,7 +2225,9 @@ def main(args: Args) -> dict[str, float]:
     checkpoint = None
     iteration = 0
     seconds = 0.0
-    if args.resume is not None:
+    if args.resume is None:
+        game.check_run_flags(args)
+    else:
         args, checkpoint = resume_run(args, device, num_ranks)
         iteration = checkpoint["iteration"]
         seconds = checkpoint["seconds"]
