@@ -2146,22 +2146,26 @@ def script_version() -> dict[str, str]:
     return {"name": Path(__file__).name, "sha256": hashlib.sha256(text).hexdigest()}
 
 
-def prepare(args: Args, state: TrainState, checkpoint: dict | None, seeds: list[int], rank: int, say) -> None:
-    """What the first iteration starts from: the checkpoint, or models that are pretrained"""
-    if checkpoint:
-        try:
-            state.load_state_dict(checkpoint["states"][rank])
-        except game.UserError as error:
-            raise game.UserError(f"--resume {args.resume}: {error}") from error
-        made_by = checkpoint["script"]
-        if made_by != script_version():
-            say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
-    elif state.networks.moa is not None:
-        say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
-        metrics = pretrain(state.args, state, seeds, rank)
-        shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
-        texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
-        say(f"on fresh rule-based games: {', '.join(texts)}")
+def load_state(args: Args, state: TrainState, checkpoint: dict, rank: int, say) -> None:
+    """What a resumed run goes on from"""
+    try:
+        state.load_state_dict(checkpoint["states"][rank])
+    except game.UserError as error:
+        raise game.UserError(f"--resume {args.resume}: {error}") from error
+    made_by = checkpoint["script"]
+    if made_by != script_version():
+        say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
+
+
+def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> None:
+    """Pretrains the models, where there are any"""
+    if state.networks.moa is None:
+        return
+    say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
+    metrics = pretrain(state.args, state, seeds, rank)
+    shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
+    texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+    say(f"on fresh rule-based games: {', '.join(texts)}")
 
 
 def capture_iterations(state: TrainState):
@@ -2241,6 +2245,8 @@ def main(args: Args) -> dict[str, float]:
     state = make_train_state(rank_args, [table] * len(seeds), seeds, device, rank)
     if checkpoint is None:
         load_pretrained(rank_args, state.networks)
+    else:
+        load_state(args, state, checkpoint, rank, say)
     say(f"{config.setting}, {args.method}, {state.games.seats.num_learners} learner(s), on {num_ranks} x {device.type}")
     steps_each = args.num_envs * args.num_steps
     num_iterations = total_steps(args) // steps_each
@@ -2250,7 +2256,8 @@ def main(args: Args) -> dict[str, float]:
         if rank == 0:
             run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
             held.callback(run.close)
-        prepare(args, state, checkpoint, seeds, rank, say)
+        if checkpoint is None:
+            prepare(args, state, seeds, rank, say)
         run_iteration, watch = capture_iterations(state)
         ready = time.time() - started
         if run is not None:
