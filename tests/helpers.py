@@ -1,6 +1,7 @@
 """Between the batched tensors and the plain-Python game, and a chi-square test."""
 
 import copy
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -178,6 +179,13 @@ TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, fina
 
 def lines_of(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def save_as_run(path, content):
+    """A checkpoint as a run writes it, under this name and with this content"""
+    torch.save(content, path)
+    with open(path, "r+b") as file:
+        file.write(hashlib.file_digest(file, "sha256").digest())
 
 
 def without_times(lines):
