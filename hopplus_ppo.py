@@ -220,7 +220,7 @@ GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0}
 PPO_OMG = {"imagination": False}
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
-PPO_ON_CPU = {**ON_CPU, "num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}
+PPO_ON_CPU = {**ON_CPU, "total_timesteps": 400_000, "update_epochs": 3}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
@@ -277,7 +277,6 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config
     game.check_ranges(args)
-    game.check_run_flags(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
     kinds = len(game.population_names(args.population))
@@ -1386,8 +1385,8 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
         optimizer_step(optimizer, losses["loss"], 1.0)
         metrics.append(
             {
-                "losses/opponent_models": losses["loss"],
                 "losses/moa": losses["moa"],
+                "losses/opponent_models": losses["loss"],
                 "omg/recon": losses["recon"],
                 "omg/kl": losses["kl"],
             }
@@ -2159,22 +2158,26 @@ def script_version() -> dict[str, str]:
     return {"name": Path(__file__).name, "sha256": hashlib.sha256(text).hexdigest()}
 
 
-def prepare(args: Args, state: TrainState, checkpoint: dict | None, seeds: list[int], rank: int, say) -> None:
-    """What the first iteration starts from: the checkpoint, or models that are pretrained"""
-    if checkpoint:
-        try:
-            state.load_state_dict(checkpoint["states"][rank])
-        except game.UserError as error:
-            raise game.UserError(f"--resume {args.resume}: {error}") from error
-        made_by = checkpoint["script"]
-        if made_by != script_version():
-            say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
-    elif state.networks.moa is not None:
-        say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
-        metrics = pretrain(state.args, state, seeds, rank)
-        shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
-        texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
-        say(f"on fresh rule-based games: {', '.join(texts)}")
+def load_state(args: Args, state: TrainState, checkpoint: dict, rank: int, say) -> None:
+    """What a resumed run goes on from"""
+    try:
+        state.load_state_dict(checkpoint["states"][rank])
+    except game.UserError as error:
+        raise game.UserError(f"--resume {args.resume}: {error}") from error
+    made_by = checkpoint["script"]
+    if made_by != script_version():
+        say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
+
+
+def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> None:
+    """Pretrains the models, where there are any"""
+    if state.networks.moa is None:
+        return
+    say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
+    metrics = pretrain(state.args, state, seeds, rank)
+    shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
+    texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+    say(f"on fresh rule-based games: {', '.join(texts)}")
 
 
 def capture_iterations(state: TrainState):
@@ -2238,7 +2241,9 @@ def main(args: Args) -> dict[str, float]:
     checkpoint = None
     iteration = 0
     seconds = 0.0
-    if args.resume is not None:
+    if args.resume is None:
+        game.check_run_flags(args)
+    else:
         args, checkpoint = resume_run(args, device, num_ranks)
         iteration = checkpoint["iteration"]
         seconds = checkpoint["seconds"]
@@ -2252,6 +2257,8 @@ def main(args: Args) -> dict[str, float]:
     state = make_train_state(rank_args, [table] * len(seeds), seeds, device, rank)
     if checkpoint is None:
         load_pretrained(rank_args, state.networks)
+    else:
+        load_state(args, state, checkpoint, rank, say)
     say(f"{config.setting}, {args.method}, {state.games.seats.num_learners} learner(s), on {num_ranks} x {device.type}")
     steps_each = args.num_envs * args.num_steps
     num_iterations = total_steps(args) // steps_each
@@ -2261,7 +2268,8 @@ def main(args: Args) -> dict[str, float]:
         if rank == 0:
             run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
             held.callback(run.close)
-        prepare(args, state, checkpoint, seeds, rank, say)
+        if checkpoint is None:
+            prepare(args, state, seeds, rank, say)
         run_iteration, watch = capture_iterations(state)
         ready = time.time() - started
         if run is not None:

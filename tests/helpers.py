@@ -1,6 +1,7 @@
 """Between the batched tensors and the plain-Python game, and a chi-square test."""
 
 import copy
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -180,6 +181,13 @@ def lines_of(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
+def save_as_run(path, content):
+    """A checkpoint as a run writes it, under this name and with this content"""
+    torch.save(content, path)
+    with open(path, "r+b") as file:
+        file.write(hashlib.file_digest(file, "sha256").digest())
+
+
 def without_times(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
 
@@ -223,9 +231,24 @@ class NoNonFiniteCasts(TorchDispatchMode):
 
 
 TINY_FLAGS = {  # of hopplus_ppo.make_args, for runs of a second
-    **{"config": TINY_CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0},
-    **{"policy_hidden": 8, "update_epochs": 2, "num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 4},
-    **{"subgoal_batch_size": 4, "subgoal_period": 1, "wm_hidden": 16, "wm_batch_size": 16, "replay_rollouts": 2},
-    **{"pretraining_updates": 2, "pretraining_games": 4, "imagination_horizon": 4, "trust_exact_match": 0.0},
-    **{"ppo_real_ratio": 0.5},
+    "config": TINY_CONFIG,
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_timesteps": 64,
+    "log_every": 1,
+    "policy_hidden": 8,
+    "update_epochs": 2,
+    "num_minibatches": 2,
+    "subgoal_hidden": 8,
+    "goal_dim": 4,
+    "subgoal_updates": 2,
+    "subgoal_batch_size": 4,
+    "wm_hidden": 16,
+    "wm_batch_size": 16,
+    "replay_rollouts": 2,
+    "pretraining_updates": 2,
+    "pretraining_games": 4,
+    "imagination_horizon": 4,
+    "trust_exact_match": 0.0,
+    "ppo_real_ratio": 0.5,
 }

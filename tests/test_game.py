@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 
 from stag_hunt_env import StagHuntConfig as Config
-from stag_hunt_env import StagHuntEnv, State, copy_nested_
+from stag_hunt_env import StagHuntEnv, State, copy_nested_, planes
 
 import numpy as np
 import pytest
@@ -117,9 +117,26 @@ def assert_same_step(ours, expected):
         assert_same(name, mine, theirs)
 
 
+def cells_of(config, games):
+    """uint8 [B, N, N + P]: the cell of each player, from each one's own on, then of each prey; H*W: not there"""
+    gone, players = config.num_cells, config.num_players
+    found = []
+    for game in games:
+        standing = [cell if there else gone for cell, there in zip(game.position, game.present, strict=True)]
+        prey = [cell if alive else gone for cell, alive in zip(game.prey, game.alive, strict=True)]
+        found.append([[standing[(i + k) % players] for k in range(players)] + prey for i in range(players)])
+    return torch.tensor(found, dtype=torch.uint8)
+
+
 def assert_same_view(env, state, games):
-    assert_same_state(state, state_of(env.config, games))
-    assert_same("observe", env.observe(state), planes_of(env.config, games))
+    config = env.config
+    assert_same_state(state, state_of(config, games))
+    observation = planes_of(config, games)
+    assert_same("observe", env.observe(state), observation)
+    cells = env.cells(state)
+    assert_same("cells", cells, cells_of(config, games))
+    walls = state.walls[:, None, : config.num_wall_cells].expand(-1, config.num_players, -1)
+    assert_same("planes", planes(config, cells, walls), observation)
     assert_same("legal_actions", env.legal_actions(state), legal_of(env.config, games))
     assert env.game_over(state).tolist() == [reference.game_over(env.config, game) for game in games]
     assert_same("clock", env.clock(state), state.time.float() / env.config.final_time)
@@ -272,6 +289,26 @@ def test_step_with_automatic_reset(name):
         assert_same_view(env, env.state, games)
         assert_same("observation", observation, planes_of(config, games))
     assert episodes >= 2 * 24, f"only {episodes} games ended"
+
+
+@pytest.mark.parametrize("name", ["4h1s", "walls, 8 divides", "one step", "end after first hunt"])
+def test_advance_is_step_without_the_observation(name):
+    first, second = (StagHuntEnv(CONFIGS[name], 24, seed=3) for _ in range(2))
+    generator = seeded(4)
+    kinds = random_kinds(first, generator)
+    ended = 0
+    for _ in range(40):
+        actions = mixed_actions(first, first.state, kinds, 0.2, generator)
+        observation, *expected = first.step(actions)
+        ours = second.advance(actions)
+        assert_same_step(ours, expected)
+        assert_same("observation", observation, second.observe(second.state))
+        for key, x in first.state_dict().items():
+            assert_same(key, second.state_dict()[key], x)
+        ended += int(ours[2].sum())
+    assert ended > 24
+    with pytest.raises(ValueError, match="actions must be 0 to 6"):
+        second.advance(actions + 7)
 
 
 @pytest.mark.parametrize("final_time", [1, 2, 3, 4, 35])

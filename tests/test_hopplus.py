@@ -6,8 +6,7 @@ import functools
 import itertools
 
 import hopplus_ppo as hop
-import pretrain_world_model as wm
-from stag_hunt_env import STAY, StagHuntEnv, State, seats_table
+from stag_hunt_env import STAY, StagHuntEnv, State, copy_nested_, planes, seats_table
 
 import numpy as np
 import pytest
@@ -22,10 +21,15 @@ from helpers import (
 )
 from tiny_hopplus import (
     CPU,
+    add_moa_prior,
+    co_players_there,
+    encode,
     enlarge_moa,
     infer,
     make_args,
     make_state,
+    make_watched,
+    on_board,
     one_step,
     play,
     read_inputs,
@@ -61,11 +65,12 @@ def network_cases():
     clock = torch.rand(3, 8, generator=seeded(2))
     history = torch.rand(3, 8, 16, generator=seeded(3))
     joint = torch.randint(7, (3, 8, 3), generator=seeded(4))
-    board, belief_inputs = steps.board, (belief.entities, belief.walls)
-    entities, walls, legal = (x[:, :, 0] for x in views(state, steps))
-    inputs = hop.policy_inputs(args, entities, walls, clock[:, :4], steps.last_joint, belief.goals)
-    features = state.networks.policy(inputs, method="features").detach()
-    pixel = functools.partial(wm.PixelWorldModel, config, wm.make_args(wm_hidden=16))
+    belief_inputs = belief.board, belief.walls
+    board, walls, legal = (x[:, :, 0] for x in views(state, steps))
+    inputs = hop.policy_inputs(args, board, walls, clock[:, :4], steps.last_joint, belief.goals)
+    features, goals = (x.detach() for x in state.networks.policy(inputs, method="features"))
+    step = steps.board, steps.walls, steps.joint, steps.seat
+    pixels = planes(config, steps.board, steps.walls)
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
     prior = functools.partial(hop.SubgoalPrior, config, args)
@@ -73,18 +78,16 @@ def network_cases():
     return {
         "policy": (functools.partial(hop.ActorCritic, config, args), (inputs, legal), "forward"),
         "policy's features": (functools.partial(hop.ActorCritic, config, args), (inputs,), "features"),
-        "value": (functools.partial(hop.ActorCritic, config, args), (features,), "value"),
+        "value": (functools.partial(hop.ActorCritic, config, args), (features, goals), "value"),
         "prior": (prior, belief_inputs, "forward"),
         "prior's decoder": (prior, (noise,), "reconstruct"),
         "features": (inference, belief_inputs, "encoder"),
         "event": (inference, (belief.features, joint), "event"),
         "posterior": (inference, (belief.features, history), "forward"),
         "moa": (moa, (*belief_inputs, clock, noise, belief.legal), "forward"),
-        "world": (world, (board, steps.joint, steps.seat), "predict"),
-        "world's loss": (world, (board, steps.joint, steps.seat, steps.next_board, steps.reward), "loss"),
-        "pixel": (pixel, (board, steps.joint, steps.seat), "predict"),
-        "pixel's loss": (pixel, (board, steps.joint, steps.seat, steps.next_board, steps.reward), "loss"),
-        "convolutions": (Convolutions, (board,), "forward"),
+        "world": (world, step, "predict"),
+        "world's loss": (world, (*step, steps.next_board, steps.reward), "loss"),
+        "convolutions": (Convolutions, (pixels,), "forward"),
     }
 
 
@@ -121,16 +124,17 @@ def test_stacked_networks_are_the_networks_alone():
 def test_first_weights_depend_on_the_seed_alone():
     """No two learners begin alike, nor do the models of two seeds; a seed's are the same beside others."""
     both, second = make_state(num_seeds=2), make_state(seed=2)
-    for name, stacked in both.networks._asdict().items():
+    for name, stacked in both.networks.present().items():
         for key, p in stacked.params.items():
             own = getattr(second.networks, name).params[key]
             assert torch.equal(p[-len(own) :], own), (name, key)
             assert not p.any() or len(p.flatten(1).unique(dim=0)) == len(p), f"two learners begin alike: {name} {key}"
-    watched = make_state(num_seeds=2, watch=True, share_parameters=True).networks
-    for name in ("prior", "inference", "moa", "world"):
+    watched = make_watched(num_seeds=2).networks
+    for name in ("prior", "inference", "moa", "moa_prior", "world"):
         for key, p in getattr(watched, name).params.items():
             assert not p.any() or (p[0] != p[1]).any(), f"two seeds are pretrained alike: {name} {key}"
-    games = both.env.observe(both.env.state).unflatten(0, (2, -1))
+    env = both.games.env
+    games = env.observe(env.state).unflatten(0, (2, -1))
     assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
 
 
@@ -187,27 +191,28 @@ def wild_world(config, **changes):
 def test_a_predicted_board_is_a_board(config):
     """Nobody jumps, splits, fades or walks into a wall, and every reward is a payoff."""
     env, generator = StagHuntEnv(config, 100, seed=2), seeded(3)
-    n, world, moved = config.num_players, wild_world(config), 0
+    n, gone, world, moved = config.num_players, config.num_cells, wild_world(config), 0
     seat = torch.zeros(100, dtype=torch.int64)
     for _ in range(4):
-        board = env.observe(env.state)[:, 0]
+        board = env.cells(env.state)[:, 0]
+        walls = env.state.walls[:, : config.num_wall_cells]
         joint = torch.randint(7, (100, n), generator=generator)
         with torch.no_grad():
-            after, reward = (x[0] for x in world(board[None], joint[None], seat[None], method="predict"))
-            probs = world(board[None], joint[None], seat[None], method="expected_planes")[0]
-        players, new_players = board[:, :n].flatten(2), after[:, :n].flatten(2)
-        here, there = players.sum(2), new_players.sum(2)
-        prey = board[:, n + 1 :].flatten(2).amax(1)
-        on_prey = prey.gather(1, players.argmax(2)) > 0
+            step = board[None], walls[None], joint[None], seat[None]
+            after, reward = (x[0] for x in world(*step, method="predict"))
+        assert after.dtype == torch.uint8 and after.shape == board.shape and (after <= gone).all()
+        old, new, wide = board[:, :n].int(), after[:, :n].int(), config.width
+        here, there = on_board(config, old), on_board(config, new)
+        prey, next_prey = board[:, n:], after[:, n:]
+        on_prey = (old[..., None] == prey[:, None]).any(2)
         assert (there <= here).all() and ((there == here) | on_prey).all(), "only who stands on prey may leave"
-        old, new, wide = players.argmax(2), new_players.argmax(2), config.width
         far = (old // wide - new // wide).abs() + (old % wide - new % wide).abs()
-        assert (far[there > 0] <= 1).all()
-        assert torch.equal(after[:, n], board[:, n]) and (after[:, n + 1 :] <= board[:, n + 1 :]).all()
-        assert not (new_players.amax(1) * board[:, n].flatten(1)).any(), "nobody stands in a wall"
+        assert (far[there] <= 1).all()
+        assert ((next_prey == prey) | (next_prey == gone)).all(), "prey stays where it is or is taken"
+        in_wall = env.state.walls.gather(1, new.clamp(max=gone - 1).long()) > 0
+        assert not (in_wall & there).any(), "nobody stands in a wall"
         assert np.isin(reward.numpy(), np.float32(list(config.payoffs()))).all()
-        assert ((probs >= 0) & (probs <= 1 + 1e-6)).all() and (probs[:, :n].flatten(2).sum(2) <= here + 1e-5).all()
-        moved += int((far[there > 0] > 0).sum())
+        moved += int((far[there] > 0).sum())
         env.step(mixed_actions(env, env.state, random_kinds(env, generator), 0.2, generator))
     assert moved > 20
 
@@ -220,37 +225,39 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
         env.step(mixed_actions(env, env.state, random_kinds(env, generator), 0.0, generator))
     alone = env.observe(env.state)[:, 0, :3].sum(1).flatten(1).amax(1) <= 1  # else two of them decide about one prey
     state = State(*(x[alone] for x in env.state))
-    board = env.observe(state)[:, 0]
+    board = env.cells(state)[:, 0]
+    walls = torch.zeros(len(board), 1, dtype=torch.uint8)
     joint = torch.randint(7, (len(board), 3), generator=generator)
     seat = torch.zeros(len(board), dtype=torch.int64)
+    step = board[None], walls[None], joint[None], seat[None]
     better = 0
     with torch.no_grad():
-        likely, reward = (x[0] for x in world(board[None], joint[None], seat[None], method="predict"))
-        best = world(*(x[None] for x in (board, joint, seat, likely, reward)), method="loss")[0]
+        likely, reward = (x[0] for x in world(*step, method="predict"))
+        best = world(*step, likely[None], reward[None], method="loss")[0]
         for _ in range(20):
             actions = torch.randint(7, (len(board), 3), generator=generator)
             paid = torch.tensor(payoffs)[torch.randint(len(payoffs), (len(board),), generator=generator)]
-            other = env.observe(env.transition(state, actions)[0])[:, 0]
+            other = env.cells(env.transition(state, actions)[0])[:, 0]
             for next_board, payoff in ((other, reward), (likely, paid), (other, paid)):
-                loss = world(*(x[None] for x in (board, joint, seat, next_board, payoff)), method="loss")[0]
+                loss = world(*step, next_board[None], payoff[None], method="loss")[0]
                 assert (loss >= best - 1e-3).all()
                 better += int((loss > best + 0.1).sum())
-    assert better > 5000 and (likely[:, 4:] < board[:, 4:]).any() and (likely[:, :3] != board[:, :3]).any()
+    assert better > 5000 and (likely[:, 3:] != board[:, 3:]).any() and (likely[:, :3] != board[:, :3]).any()
 
 
 def test_two_hunters_differ_from_one():
     """And a party of three from one of two, where the third has left"""
     world = wild_world(TINY_CONFIG)
-    board = torch.zeros(1, 6, 3, 4, dtype=torch.uint8)
-    board[0, [0, 1, 2, 4], 0, 0] = 1  # all three on a stag
+    board = torch.tensor([[0, 0, 0, 0, 12, 12, 12]], dtype=torch.uint8)  # all three on a stag, no hare
+    walls = torch.zeros(1, 1, 1, dtype=torch.uint8)
 
     def outputs(board, *joint):
-        outcome, taken, payoff = world(board[None], torch.tensor(joint).view(1, 1, 3), torch.zeros(1, 1))
+        outcome, taken, payoff = world(board[None], walls, torch.tensor(joint).view(1, 1, 3), torch.zeros(1, 1))
         return torch.cat([outcome[0, 0, 0], taken[0, 0, :1], payoff[0, 0]])  # of the observer
 
     found = [outputs(board, *joint) for joint in [(5, 4, 4), (5, 5, 4), (5, 5, 5), (4, 5, 5), (4, 4, 5)]]
     two_left = board.clone()
-    two_left[0, 2] = 0
+    two_left[0, 2] = 12
     found += [outputs(two_left, 5, 5, 5), outputs(two_left, 5, 4, 5)]
     for one, other in itertools.combinations(found, 2):
         assert (one - other).abs().max() > 1e-2
@@ -277,14 +284,17 @@ SEATS = [(None, False), ("random,learner,learner", False), (None, True), ("learn
 @pytest.mark.parametrize(("seats", "share"), SEATS)
 def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
     """In its own ego order, actions beside the board they were taken on, and nothing of one game in the next"""
-    state = make_state(seats=seats, share_parameters=share, num_seeds=2, num_envs=6)
+    config = dataclasses.replace(TINY_CONFIG, height=4, num_hares=2, num_stags=2, max_wall_pieces=2)
+    changes = {"seats": seats, "share_parameters": share, "num_seeds": 2, "num_envs": 6, "subgoal_hidden": 16}
+    state = make_state(config=config, **changes)
     (w, out, episodes), log = recorded(state, lambda: play(state, 14))
     previous, seen, kinds_before = None, set(), log[0][4]
     for t, (before, actions, reward, done, kinds) in enumerate(log):
         assert t == 0 or torch.equal(kinds[~log[t - 1][3]], kinds_before[~log[t - 1][3]]), "a player changed in a game"
         kinds_before = kinds
-        after, *_ = state.env.transition(before, actions)
-        now, later, legal = state.env.observe(before), state.env.observe(after), state.env.legal_actions(before)
+        env = state.games.env
+        after, *_ = env.transition(before, actions)
+        now, later, legal = env.cells(before), env.cells(after), env.legal_actions(before)
         assert torch.equal(episodes["done"][t], done)
         for (m, row), (b, i) in places(state.args).items():
             ego = [(i + k) % 3 for k in range(3)]
@@ -292,19 +302,41 @@ def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
             assert w.joint[m, t, row].tolist() == actions[b, ego].tolist()
             assert w.reward[m, t, row] == reward[b, i] and w.done[m, t, row] == done[b]
             assert w.time[m, t, row] == before.time[b] and w.first_hunt[m, t, row] == before.first_hunt[b]
-            assert w.prey_position[m, t, row].tolist() == before.prey_position[b].tolist() and w.seat[m, t, row] == i
+            assert w.walls[m, t, row].tolist() == before.walls[b].tolist()
+            assert w.seat[m, t, row] == i
             last = [STAY] * 3 if before.time[b] == 0 else previous[b, ego].tolist()
             assert w.last_joint[m, t, row].tolist() == last
             assert torch.equal(out["legal"][m, t, row], legal[b, i])
-            assert torch.equal(w.exited[m, t, row], (before.present & ~after.present)[b, ego])
+            left = hop.exited(config, w.board[m, t, row], w.next_board[m, t, row])
+            assert torch.equal(left, (before.present & ~after.present)[b, ego])
             seen |= {("done", bool(done[b])), ("earners", int((reward[b] > 0).sum())), int(before.time[b]) == 0}
         previous = actions
     assert {("done", True), ("earners", 1), True, False} <= seen
-    found = read_inputs(TINY_CONFIG, out["inputs"])
-    for name, expected in {"board": w.board, "last_joint": w.last_joint, "goals": out["goals"]}.items():
-        assert torch.equal(found[name], expected.to(found[name].dtype)), name
+    assert w.board.dtype == w.walls.dtype == torch.uint8 and w.walls.any()
+    found = read_inputs(config, out["inputs"])
+    for name in ("board", "walls", "last_joint"):
+        assert torch.equal(found[name], getattr(w, name).to(found[name].dtype)), name
+    assert torch.equal(found["goals"], out["goals"])
     torch.testing.assert_close(found["clock"], w.time / 6)
     assert (out["goals"] != 0).any(3).float().mean() > 0.95  # a tiny network may be silent about some boards
+
+
+@pytest.mark.parametrize("method", hop.METHODS)
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_next_board_is_that_of_the_next_step_or_the_last_of_a_game(method, watch):
+    state = make_state(method, num_envs=16) if not watch else make_watched(method, num_envs=16)
+    (w, _, _), log = recorded(state, lambda: play(state, 20))
+    going_on = ~w.done[:, :-1]
+    follows = (w.next_board[:, :-1] == w.board[:, 1:]).all(3)
+    assert follows[going_on].all() and not follows[~going_on].all()
+    ends = 0
+    for t, (before, actions, _, done, _) in enumerate(log):
+        after, *_ = state.games.env.transition(before, actions)  # a game that ended is not dealt anew
+        last_boards = state.games.seats.to_learners(state.games.env.cells(after))
+        ended = state.games.seats.per_learner(done)
+        assert torch.equal(w.next_board[:, t][ended], last_boards[ended])
+        ends += int(done.sum())
+    assert ends > 20
 
 
 @pytest.mark.parametrize("method", ["ppo", "hopplus"])
@@ -319,12 +351,13 @@ def test_the_last_value_is_that_of_the_state_after_the_rollout(method):
 @pytest.mark.parametrize("config", PRETRAINING_CASES.values(), ids=PRETRAINING_CASES)
 def test_views_of_a_board_are_those_of_the_game(config):
     env, generator = StagHuntEnv(config, 40, seed=2), seeded(3)
-    kinds, n, cells, args = random_kinds(env, generator), config.num_players, config.num_cells, make_args()
+    kinds, n, cells = random_kinds(env, generator), config.num_players, config.num_cells
     for _ in range(6):
         state = env.state
-        board, prey = env.observe(state).transpose(0, 1), state.prey_position.byte().expand(n, -1, -1)
-        entities, walls, legal = hop.entity_views(args, env, board, prey)
-        own = hop.entity_views(args, env, board, prey, 1)
+        board = env.cells(state).transpose(0, 1)
+        seen_walls = state.walls[:, : config.num_wall_cells].expand(n, -1, -1)
+        entities, walls, legal = hop.entity_views(env, board, seen_walls)
+        own = hop.entity_views(env, board, seen_walls, 1)
         assert all(torch.equal(x, y[:, :, :1]) for x, y in zip(own, (entities, walls, legal), strict=True))
         expected_legal = env.seats_to_ego(env.legal_actions(state)).transpose(0, 1)
         assert torch.equal(legal, expected_legal)
@@ -333,7 +366,7 @@ def test_views_of_a_board_are_those_of_the_game(config):
             players = torch.where(state.present, state.position, cells)[:, order]
             alive = torch.where(state.prey_alive, state.prey_position, cells)
             assert torch.equal(entities[i, :, k], torch.cat([players, alive], 1).long())
-            assert not config.max_wall_pieces or torch.equal(walls[i, :, k], state.walls.float())
+            assert torch.equal(walls[i, :, k], seen_walls[i].float())
         env.step(mixed_actions(env, state, kinds, 0.2, generator))
     assert not env.state.present.all()
 
@@ -379,13 +412,14 @@ def test_the_oracle_tells_who_sits_there():
 
 def test_the_posterior_is_that_of_the_seats_in_ego_order():
     state = make_state(subgoals="posterior", seats="mixed,learner,mixed", redraw="never", num_envs=8)
-    asked, action_probs = [], state.seats.action_probs
+    seats = state.games.seats
+    asked, action_probs = [], seats.action_probs
 
     def ask(*given):
-        asked.append(state.seats.posterior().clone())
+        asked.append(seats.posterior().clone())
         return action_probs(*given)
 
-    state.seats.action_probs = ask
+    seats.action_probs = ask
     w, out, _ = play(state, 12)
     expected = torch.stack(asked)[:, :, [2, 0]]  # [T, B, K, P], seen from seat 1
     assert expected[-1].amax(2).mean() > 0.6, "something was learned about them"
@@ -411,10 +445,10 @@ def test_given_subgoals_need_no_models(subgoals):
     """Without imagination nothing is inferred or pretrained, and the policy learns to read what is given."""
     changes = {"imagination": False, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 16}
     state = make_state(subgoals=subgoals, **changes)
-    assert [name for name, x in state.networks._asdict().items() if x is not None] == ["policy"]
-    assert set(state.optimizers) == {"policy"} and state.offline is None
+    assert list(state.networks.present()) == ["policy"]
+    assert set(state.optimizers) == {"policy"} and state.watched is None
     before = copy.deepcopy(state.networks.policy.state_dict())
-    seen = hop.train_iteration(state, True, True)
+    seen = train(state)
     goals, given = seen["outputs"]["goals"], seen["transitions"].oracle_id
     assert torch.equal(goals, given.flatten(3)) and (given.sum(4) - 1).abs().max() < 1e-5
     assert torch.equal(read_inputs(TINY_CONFIG, seen["real"]["inputs"])["goals"], goals.flatten(1, 2))
@@ -423,7 +457,7 @@ def test_given_subgoals_need_no_models(subgoals):
     read = goals.flatten(0, 2).any(0).expand(2, -1)[0]  # a kind that nobody is teaches nothing
     assert torch.equal(changed["trunk.0.weight"][0][:, -goals.shape[3] :].any(0), read)
     metrics = state.metrics.read()
-    assert state.replay.data is None and not any(name.startswith(("moa/", "omg/", "wm/")) for name in metrics)
+    assert state.games.replay.data is None and not any(name.startswith(("moa/", "omg/", "wm/")) for name in metrics)
     for imagination in (False, True):
         networks = make_state(subgoals=subgoals, imagination=imagination).networks
         assert (
@@ -470,7 +504,7 @@ def test_predicted_actions_are_learned_by_their_own_loss_alone(goal_kind):
     assert torch.equal(losses["loss"], losses["moa"]) and (losses["recon"] > 0).all()
     with torch.no_grad():
         torch.manual_seed(6)
-        again = hop.opponent_model_losses(state.args, state.env, state.networks, w, 1.0)["moa"]
+        again = hop.opponent_model_losses(state.args, state.games.env, state.networks, w, 1.0)["moa"]
     assert torch.equal(again, losses["moa"]), "neither noise nor hindsight is in it"
     losses["loss"].sum().backward()
     moved = {name for name, p in state.networks.inference.params.items() if p.grad is not None and p.grad.any()}
@@ -493,7 +527,7 @@ def test_histories_are_in_each_co_players_own_order():
     def after(*joint):
         joint = torch.tensor(joint).expand(3, 4, 3)
         over = torch.zeros(3, 4, dtype=torch.bool)
-        return hop.update_history(state.args, state.env, state.networks, belief, joint, history, over)
+        return hop.update_history(state.args, state.games.env, state.networks, belief, joint, history, over)
 
     one = after(0, 5, 1)
     for other in ((0, 1, 5), (0, 5, 5), (0, 1, 1)):
@@ -505,26 +539,26 @@ def test_histories_are_in_each_co_players_own_order():
         torch.testing.assert_close(one[:, :, k], torch.cat([now + event, before], 2))
 
 
-@pytest.mark.parametrize("belief", [False, True])
-def test_what_is_left_of_a_history_after_a_game(belief):
-    changes = {"inter_episode_belief": belief, "memory_discount": 0.5, "num_envs": 8, "history_reset_prob": 0.0}
-    state, ends = make_state("ppo-omg", **changes), 0
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_what_is_left_of_a_history_after_a_game(discount):
+    state = make_state("ppo-omg", memory_discount=discount, num_envs=8, history_reset_prob=0.0)
+    games, ends = state.games, 0
     state.networks.inference.params["events.2.bias"].data += 0.1  # every step leaves a trace
     for _ in range(14):
-        before = state.rollout_state["history"].clone()
+        before = games.history.clone()
         steps = one_step(play(state, 1)[0], 0)
         opponents, over = infer(state, steps, before), steps.done
         never = torch.zeros_like(over)
-        given = (state.args, state.env, state.networks, opponents, steps.joint, before)
-        full, now = hop.update_history(*given, never), state.rollout_state["history"]
+        given = (state.args, games.env, state.networks, opponents, steps.joint, before)
+        full, now = hop.update_history(*given, never), games.history
         torch.testing.assert_close(now[~over], full[~over])
         played, earlier = full[over].chunk(2, 2)
-        next_game = torch.cat([torch.zeros_like(played), 0.5 * belief * (earlier + played)], 2)
+        next_game = torch.cat([torch.zeros_like(played), discount * (earlier + played)], 2)
         torch.testing.assert_close(now[over], next_game)
-        gone = steps.board[:, :, 1:3].flatten(3).amax(3) == 0
+        gone = ~co_players_there(steps, TINY_CONFIG)
         assert torch.equal(full[gone], before[gone]) and ((full != before).any(3) | gone).all()
         assert (steps.history[steps.time > 0] != 0).any(2).all(), "not reset before the last step"
-        assert (state.rollout_state["last_joint"][over] == STAY).all()
+        assert (games.last_joint[over] == STAY).all()
         ends += int(over.sum())
     assert ends > 5
 
@@ -538,7 +572,7 @@ def test_histories_add_up_within_a_game_and_fade_between_games(discount):
     events["events.2.weight"].data.zero_()
     events["events.2.bias"].data.fill_(0.25)
     w, _, _ = play(state, 24)
-    there = w.board[:, :, :, 1:3].flatten(4).amax(4) > 0  # [M, T, E, K]
+    there = co_players_there(w, TINY_CONFIG)  # [M, T, E, K]
     now, before, games = torch.zeros(3, 16, 2), torch.zeros(3, 16, 2), torch.zeros(3, 16)
     step = torch.tensor([1.0] + [0.25] * 7)
 
@@ -551,11 +585,8 @@ def test_histories_add_up_within_a_game_and_fade_between_games(discount):
         over = w.done[:, t, :, None]
         now, before = torch.where(over, 0.0, now), torch.where(over, discount * (now + before), before)
         games += w.done[:, t]
-    last = state.rollout_state["history"]
-    torch.testing.assert_close(last, expected())
-    *_, histories, after = hop.encode_history(state.args, state.env, state.networks, w, torch.zeros_like(last))
-    torch.testing.assert_close(histories.bfloat16(), w.history)
-    torch.testing.assert_close(after, last)
+    torch.testing.assert_close(state.games.history, expected())
+    torch.testing.assert_close(encode(state, w).bfloat16(), w.history)
     assert (games >= 2).all() and not there.all() and (before > 1).any() == (discount > 0)
 
 
@@ -581,7 +612,7 @@ def test_some_histories_are_reset_after_a_game_and_only_then():
     apart = 0
     for _ in range(14):
         steps = one_step(play(state, 1)[0], 0)
-        reset, history = steps.history_reset, state.rollout_state["history"]
+        reset, history = steps.history_reset, state.games.history
         assert not (reset & ~steps.done).any() and (history[reset] == 0).all()
         assert (history[steps.done & ~reset] != 0).any(2).all()
         ends, resets = ends + int(steps.done.sum()), resets + int(reset.sum())
@@ -605,15 +636,16 @@ def test_a_memory_stays_as_short_as_those_of_the_training():
     assert 1 / (1 - args.memory_discount) <= in_training * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("belief", [False, True])
-def test_histories_along_a_window_are_those_of_the_rollout(belief):
-    state = make_state("ppo-omg", inter_episode_belief=belief, num_envs=8, history_reset_prob=0.5)
+@pytest.mark.parametrize("discount", [0.0, 0.9])
+def test_histories_along_a_window_are_those_of_the_rollout(discount):
+    state = make_state("ppo-omg", memory_discount=discount, num_envs=8, history_reset_prob=0.5)
     play(state, 3)
-    start = state.rollout_state["history"].clone()
     w, _, _ = play(state, 12)
-    *_, histories, last = hop.encode_history(state.args, state.env, state.networks, w, start)
+    histories = encode(state, w)
     torch.testing.assert_close(histories, w.history.float(), atol=5e-3, rtol=5e-3)  # kept in half precision
-    torch.testing.assert_close(last, state.rollout_state["history"])
+    following = one_step(play(state, 1)[0], 0)
+    longer = hop.Transitions(*(torch.cat([x, y[:, None]], 1) for x, y in zip(w, following, strict=True)))
+    torch.testing.assert_close(encode(state, longer)[:, 12], following.history.float(), atol=5e-3, rtol=5e-3)
     assert w.done[:, :-1].any() and histories.abs().max() > 0.1
 
 
@@ -668,12 +700,12 @@ def test_hindsight_subgoals_by_brute_force(selection):
     generator = seeded(2)
     goals, prior = torch.randn(m, steps, games, k, d, generator=generator), torch.randn(m, steps, games, k, 2 * d)
     env = StagHuntEnv(TINY_CONFIG, m * steps * games, seed=3)
-    board, prey = env.observe(env.state)[:, 0], env.state.prey_position
-    board, prey = (x.unflatten(0, (m, steps, games)) for x in (board, prey.byte()))
+    board = env.cells(env.state)[:, 0].unflatten(0, (m, steps, games))
+    walls = torch.zeros(m, steps, games, 1, dtype=torch.uint8)
     time, joint = torch.randint(6, (2, m, steps, games), generator=generator).byte()
     joint = joint[..., None].expand(-1, -1, -1, 3)
     fields = dict.fromkeys(hop.Transitions._fields, done)
-    fields |= {"board": board, "prey_position": prey, "time": time, "last_joint": joint}
+    fields |= {"board": board, "walls": walls, "time": time, "last_joint": joint}
     windows = hop.Transitions(**fields)
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
     with torch.no_grad():
@@ -690,9 +722,9 @@ def test_hindsight_subgoals_by_brute_force(selection):
         elif later:
             tried = goals[i, t, g].repeat(len(later), 1, 1)
             tried[:, j] = prior[i, later, g, j, :d]
-            fields = (board[i, t, g], prey[i, t, g], time[i, t, g] / 6, joint[i, t, g])
-            seen, cells, *rest = (x.expand(2, len(later), *x.shape) for x in fields)
-            seen = hop.entity_views(args, env, seen, cells)
+            fields = (board[i, t, g], walls[i, t, g], time[i, t, g] / 6, joint[i, t, g])
+            cells, no_walls, *rest = (x.expand(2, len(later), *x.shape) for x in fields)
+            seen = hop.entity_views(env, cells, no_walls)
             with torch.no_grad():
                 *_, value = hop.evaluate_policy(args, policy, seen, *rest, tried.flatten(1).expand(2, -1, -1))
             value = value[i].tolist()
@@ -733,21 +765,21 @@ def test_windows_of_two_rollouts_are_one_after_the_other(pushed):
     assert not windows.done[:, :7].any() and not windows.done[:, 8:].any() and (pushed == 1 or follows.any())
 
 
-@pytest.mark.parametrize("data", ["present", "rewarded"])
-def test_a_game_that_outlasts_the_rollout_counts_as_it_ends(data):
+def test_a_game_that_outlasts_the_rollout_counts_as_it_ends():
     """Losses of 7 steps with the 7 that follow are those of a rollout that was cut after 14."""
-    state = make_state("ppo-omg", num_envs=32, subgoal_selection="final", moa_data=data)
+    state = make_state("ppo-omg", num_envs=32, subgoal_selection="final")
+    parts = state.args, state.games.env, state.networks
     w, _, _ = play(state, 14)
     cut = hop.Transitions(*(x[:, :7] for x in w))
     torch.manual_seed(5)
-    ahead = hop.opponent_model_losses(state.args, state.env, state.networks, w, 0.0, False, 7)
+    ahead = hop.opponent_model_losses(*parts, w, 0.0, False, 7)
     without = model_losses(state, cut)
     assert (ahead["kl"] != without["kl"]).all()
-    assert torch.equal(ahead["moa"], without["moa"]) == (data == "present")
+    assert torch.equal(ahead["moa"], without["moa"]), "MOA learns from the 7 steps alone"
     ended = cut._replace(done=cut.done.index_fill(1, torch.tensor([6]), True))
     follows = hop.Transitions(*(torch.cat([x, y[:, 7:]], 1) for x, y in zip(ended, w, strict=True)))
     torch.manual_seed(5)
-    other_games = hop.opponent_model_losses(state.args, state.env, state.networks, follows, 0.0, False, 7)
+    other_games = hop.opponent_model_losses(*parts, follows, 0.0, False, 7)
     torch.testing.assert_close(other_games["kl"], without["kl"])
 
 
@@ -755,15 +787,15 @@ def test_training_looks_into_the_next_rollout(monkeypatch):
     """For subgoals; what is learned from is one rollout"""
     state, looked_at, hindsight_goals = make_state("ppo-omg", num_envs=16), [], hop.hindsight_goals
     for _ in range(2):
-        state.replay.push(play(state, state.args.num_steps)[0])
+        state.games.replay.push(play(state, state.args.num_steps)[0])
 
     def look(args, env, networks, selection, windows, goals, prior, present, done):
         looked_at.append((goals.shape[1], present.shape[1], done))
         return hindsight_goals(args, env, networks, selection, windows, goals, prior, present, done)
 
     monkeypatch.setattr(hop, "hindsight_goals", look)
-    parts = state.args, state.env, state.networks, state.optimizers["opponents"], state.replay, None
-    hop.train_opponent_models(*parts, torch.tensor(0.0), 3)
+    models = state.games.env, state.networks, state.optimizers["opponents"], state.games.replay
+    hop.train_opponent_models(state.args, *models, None, torch.tensor(0.0), 3)
     steps = state.args.num_steps
     assert [sizes[:2] for sizes in looked_at] == [(steps, 2 * steps)] * 3
     assert any(not done[:, steps - 1].all() for *_, done in looked_at), "some games go on"
@@ -772,46 +804,52 @@ def test_training_looks_into_the_next_rollout(monkeypatch):
 def test_rule_based_games_are_new_and_seen_with_the_present_networks():
     """Models that see the same few games again and again learn them by heart."""
     state, boards = make_state("ppo-omg", num_envs=16, history_reset_prob=0.0), []
-    offline = state.offline
-    assert offline.env.num_envs == 8 and (offline.seats.kinds >= 0).all(), "nobody of them learns"
+    watched = state.watched
+    assert watched.env.num_envs == 8 and (watched.seats.kinds >= 0).all(), "nobody of them learns"
     for number in range(3):
-        before = offline.rollout_state["history"].bfloat16()
+        before = watched.history.bfloat16()
         state.networks.inference.params["events.2.bias"].data += 1
-        hop.watch_rule_based(offline)
+        hop.watch_rule_based(state)
         slot = number % state.args.replay_rollouts
-        assert offline.replay.pushed == number + 1
-        newest = hop.Transitions(*(x[slot] for x in offline.replay.data))
+        assert watched.replay.pushed == number + 1
+        newest = hop.Transitions(*(x[slot] for x in watched.replay.data))
         torch.testing.assert_close(newest.history[:, 0], before)
         boards.append(newest.board.clone())
+        following = one_step(hop.rollout(state.args, watched, state.networks, 1)[0], 0)  # as the networks see it now
         windows = newest._replace(history=newest.history.expand(-1, state.args.num_steps, -1, -1, -1))
-        *_, after = hop.encode_history(state.args, offline.env, state.networks, windows, before.float())
-        torch.testing.assert_close(offline.rollout_state["history"], after, atol=0.2, rtol=0.02)
+        longer = hop.Transitions(*(torch.cat([x, y[:, None]], 1) for x, y in zip(windows, following, strict=True)))
+        after = encode(state, longer)[:, -1]
+        torch.testing.assert_close(following.history.float(), after, atol=0.2, rtol=0.02)
     assert all((a != b).any() for a, b in itertools.combinations(boards, 2))
 
 
-@pytest.mark.parametrize("belief", [False, True])
-def test_watched_players_stay_if_they_are_remembered(belief):
+@pytest.mark.parametrize("discount", [0.0, 0.9])
+def test_watched_players_stay_if_they_are_remembered(discount):
     """Else a history would be of somebody else"""
-    state = make_state("ppo-omg", inter_episode_belief=belief, num_envs=32)
-    pretraining = make_state("ppo-omg", watch=True, inter_episode_belief=belief, num_envs=16)
-    for watched in (state.offline, pretraining):
-        first, changed = watched.seats.kinds.clone(), torch.zeros_like(watched.seats.kinds, dtype=torch.bool)
+    state = make_state("ppo-omg", memory_discount=discount, num_envs=32)
+    pretraining = make_watched("ppo-omg", memory_discount=discount, num_envs=16)
+    for args, games, networks in (
+        (state.args, state.watched, state.networks),
+        (pretraining.args, pretraining.games, pretraining.networks),
+    ):
+        first, changed = games.seats.kinds.clone(), torch.zeros_like(games.seats.kinds, dtype=torch.bool)
+        done = []
         for _ in range(2):
-            hop.watch_rule_based(watched)
-            changed |= watched.seats.kinds != first
-        assert watched.replay.data.done[0].any(1).all(), "every game ended"
-        assert not changed.any() if belief else changed.float().mean() > 0.5
+            transitions, _, _ = hop.rollout(args, games, networks, args.num_steps)
+            done.append(transitions.done)
+            changed |= games.seats.kinds != first
+        assert torch.cat(done, 1).any(1).all(), "every game ended"
+        assert not changed.any() if discount else changed.float().mean() > 0.5
 
 
 def model_losses(state, windows, eps=0.0, **changes):
     args = dataclasses.replace(state.args, **changes)
     torch.manual_seed(5)
-    return hop.opponent_model_losses(args, state.env, state.networks, windows, eps)
+    return hop.opponent_model_losses(args, state.games.env, state.networks, windows, eps)
 
 
 @pytest.mark.parametrize("subgoals", ["inferred", "actions"])
-@pytest.mark.parametrize("data", ["present", "rewarded"])
-def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, monkeypatch):
+def test_moa_learns_what_co_players_did_while_they_were_there(subgoals, monkeypatch):
     """The loss against a plain sum: the action taken in s_t, by co-players on the board, each of their games alike"""
     monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
     state = make_state("ppo-omg", subgoals=subgoals, num_envs=16)
@@ -820,11 +858,10 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
     state.networks.moa.params["head.0.weight"].data[..., -state.args.goal_dim :] = (
         0  # which subgoal it reads: no matter
     )
-    losses = model_losses(state, w, moa_data=data)["moa"].tolist()
-    gone, ignored = 0, 0
-    start = w.history[:, 0].float()
+    losses = model_losses(state, w)["moa"].tolist()
+    gone, there = 0, co_players_there(w, TINY_CONFIG)
     with torch.no_grad():
-        *_, histories, _ = hop.encode_history(state.args, state.env, state.networks, w, start)
+        histories = encode(state, w)
     for m in range(3):
         games, nll_sum, nll = 0, 0.0, np.zeros((14, 16, 2))
         for t in range(14):
@@ -840,15 +877,13 @@ def test_moa_learns_what_co_players_did_while_they_were_there(data, subgoals, mo
             for t in range(14):
                 if not w.done[m, t, e] and t < 13:
                     continue
-                steps = [u for u in range(first, t + 1) if w.board[m, u, e, 1 + k].any()]
+                steps = [u for u in range(first, t + 1) if there[m, u, e, k]]
                 gone += t + 1 - first - len(steps)
-                scored = w.exited[m, first : t + 1, e, 1 + k].any()
-                if steps and (data == "present" or scored):
+                if steps:
                     games, nll_sum = games + 1, nll_sum + nll[steps, e, k].mean()
-                ignored += not scored
                 first = t + 1
         assert losses[m] == pytest.approx(nll_sum / games, rel=1e-4)
-    assert gone > 20 and ignored > 5
+    assert gone > 20
 
 
 @pytest.mark.parametrize("subgoals", ["oracle", "posterior"])
@@ -912,13 +947,13 @@ def test_hindsight_is_what_moa_reads_in_a_share_of_its_training(monkeypatch):
 def mean_over_games(w, values):
     """values [M, T, G, K] of steps -> [M], in plain Python: over the steps with the co-player on the board, then
     over its games"""
-    found = []
+    found, there = [], co_players_there(w, TINY_CONFIG)
     for m in range(len(values)):
         means = []
         for e, k in np.ndindex(values.shape[2:]):
             steps = []
             for t in range(values.shape[1]):
-                if w.board[m, t, e, 1 + k].any():
+                if there[m, t, e, k]:
                     steps.append(float(values[m, t, e, k]))
                 if steps and (w.done[m, t, e] or t == values.shape[1] - 1):
                     means.append(np.mean(steps))
@@ -935,15 +970,16 @@ def test_reconstruction_and_divergence_are_those_of_steps_with_the_co_player(mon
     w, _, _ = play(state, 14)
     losses = model_losses(state, w, subgoal_selection="final")
     recon, kl = torch.zeros(2, 3, 14, 16, 2)
+    there = co_players_there(w, TINY_CONFIG)
     with torch.no_grad():
-        *_, histories, _ = hop.encode_history(state.args, state.env, networks, w, w.history[:, 0].float())
+        histories = encode(state, w)
         steps = [one_step(w, t) for t in range(14)]
         beliefs = [infer(state, x, histories[:, t]) for t, x in enumerate(steps)]
-        prior = torch.stack([networks.prior(x.entities, x.walls).unflatten(1, (16, 2)) for x in beliefs], 1)
+        prior = torch.stack([networks.prior(x.board, x.walls).unflatten(1, (16, 2)) for x in beliefs], 1)
         for t, belief in enumerate(beliefs):
             goal = hop.goal_mean("continuous", belief.params)
             logits = networks.inference(goal, histories[:, t].flatten(1, 2), method="reconstruct")
-            board = w.board[:, t]
+            board = planes(TINY_CONFIG, w.board[:, t], w.walls[:, t])
             in_own_order = [board[:, :, [1, 2, 0, 3, 4, 5]], board[:, :, [2, 0, 1, 3, 4, 5]]]
             target = torch.stack(in_own_order, 2).flatten(1, 2).flatten(2).float()
             error = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
@@ -951,7 +987,7 @@ def test_reconstruction_and_divergence_are_those_of_steps_with_the_co_player(mon
             final = torch.zeros_like(prior[:, 0])
             for m, e, k in np.ndindex(3, 16, 2):
                 last = t
-                while last < 13 and not w.done[m, last, e] and w.board[m, last + 1, e, 1 + k].any():
+                while last < 13 and not w.done[m, last, e] and there[m, last + 1, e, k]:
                     last += 1
                 final[m, e, k] = prior[m, last, e, k]
             kl[:, t] = hop.goal_kl("continuous", belief.params.unflatten(1, (16, 2)), final)
@@ -965,9 +1001,10 @@ def test_reconstruction_and_divergence_are_those_of_steps_with_the_co_player(mon
 def test_in_pretraining_a_second_moa_reads_what_f_psi_says_of_the_present(monkeypatch):
     monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
     state = make_state("ppo-omg", num_envs=16)
+    add_moa_prior(state)
     w, _, _ = play(state, 14)
     (moa_prior,) = watch_networks(state, "moa_prior")
-    hop.opponent_model_losses(state.args, state.env, state.networks, w, 0.0, pretraining=True)
+    hop.opponent_model_losses(state.args, state.games.env, state.networks, w, 0.0, pretraining=True)
     ((_, (entities, walls, _, goals, _)),) = moa_prior.given
     torch.testing.assert_close(goals, hop.goal_mean("continuous", state.networks.prior(entities, walls)))
 
@@ -976,6 +1013,7 @@ def test_in_pretraining_a_second_moa_reads_what_f_psi_says_of_the_present(monkey
 def test_in_pretraining_f_psi_is_kept_near_a_standard_normal(goal_kind):
     """Where f_psi says the same of every state, its KL is known; in training there is none."""
     state, losses = make_state("ppo-omg", goal_kind=goal_kind, num_envs=16), {}
+    add_moa_prior(state)
     w, _, _ = play(state, 14)
     said = torch.randn_like(state.networks.prior.params["head.bias"])  # [M, parameters]
     state.networks.prior.params["head.weight"].data.zero_()
@@ -983,7 +1021,8 @@ def test_in_pretraining_f_psi_is_kept_near_a_standard_normal(goal_kind):
     for pretraining, kl_coef in itertools.product((False, True), (0.0, 0.5)):
         args = dataclasses.replace(state.args, kl_coef=kl_coef)
         torch.manual_seed(5)
-        losses[pretraining, kl_coef] = hop.opponent_model_losses(args, state.env, state.networks, w, 0.0, pretraining)
+        given = args, state.games.env, state.networks, w, 0.0, pretraining
+        losses[pretraining, kl_coef] = hop.opponent_model_losses(*given)
     if goal_kind == "continuous":
         q = torch.distributions.Normal(said[:, :4], (0.5 * said[:, 4:]).exp())
         vae_kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0)).sum(1)
@@ -1000,6 +1039,7 @@ def test_in_pretraining_f_psi_is_kept_near_a_standard_normal(goal_kind):
 def test_training_selects_subgoals_as_asked_and_pretraining_the_last_state():
     """Under V the candidates have another order than under -V: what is lowest for one is highest for the other."""
     state, kl = make_state("ppo-omg", num_envs=16), {}
+    add_moa_prior(state)
     w, _, _ = play(state, 14)
     selections = "conservative", "optimistic", "final"
     for sign in (1, -1):
@@ -1014,7 +1054,7 @@ def test_training_selects_subgoals_as_asked_and_pretraining_the_last_state():
     for selection in selections:
         args = dataclasses.replace(state.args, subgoal_selection=selection)
         torch.manual_seed(5)
-        losses = hop.opponent_model_losses(args, state.env, state.networks, w, 0.0, pretraining=True)
+        losses = hop.opponent_model_losses(args, state.games.env, state.networks, w, 0.0, pretraining=True)
         assert losses["kl"].tolist() == kl["final", 1]
 
 
@@ -1024,11 +1064,11 @@ def test_both_models_learn_from_their_share_of_rule_based_games(ratio):
     rule_based, _, _ = play(state, state.args.num_steps)
     marked = rule_based._replace(time=rule_based.time + 100, reward=rule_based.reward + 1000)
     for _ in range(state.args.replay_rollouts):
-        state.offline.replay.push(marked)
+        state.watched.replay.push(marked)
     moa, world = watch_networks(state, "moa", "world")
     train(state)
     clocks = [inputs[2] for _, inputs in moa.given]
-    rewards = [inputs[4] for method, inputs in world.given if method == "loss"]
+    rewards = [inputs[5] for method, inputs in world.given if method == "loss"]
     assert len(clocks) == state.args.subgoal_updates and len(rewards) == state.args.wm_updates
     for clock, reward in zip(clocks, rewards, strict=True):
         assert (clock > 10).float().mean(1).tolist() == [ratio] * 3
@@ -1041,15 +1081,15 @@ def test_every_learner_trains_on_what_it_saw_and_nobody_is_left_out():
     for changed in (False, True):
         state = make_state(num_seeds=2, offline_ratio=0.0)
         before = copy.deepcopy(state.state_dict())["networks"]
-        push = state.replay.push
+        push = state.games.replay.push
 
         def push_changed(w, push=push, changed=changed):
             w.reward[2] += changed  # of one learner, 10 is a payoff too
             w.joint[2, ..., 1:] = STAY if changed else w.joint[2, ..., 1:]
             push(w)
 
-        state.replay.push = push_changed
-        hop.train_iteration(state, True, True)
+        state.games.replay.push = push_changed
+        train(state)
         results.append(copy.deepcopy(state.state_dict())["networks"])
         for name in ("policy", "inference", "moa", "world"):
             pairs = zip(results[-1][name].values(), before[name].values(), strict=True)
@@ -1070,9 +1110,8 @@ def numbered(rollouts=1, m=3, steps=8, games=4, first=0):
     for r in range(first, first + rollouts):
         axes = torch.meshgrid(*(torch.arange(n) for n in (m, steps, games)), indexing="ij")
         value = 1000 * r + 100 * axes[0] + 10 * axes[1] + axes[2]
-        board = (value % 2).byte()[..., None, None, None].expand(-1, -1, -1, 6, 3, 4)
         fields = dict.fromkeys(hop.Transitions._fields, value.float())
-        found.append(hop.Transitions(**fields | {"done": value < 0, "board": board, "next_board": 1 - board}))
+        found.append(hop.Transitions(**fields | {"done": value < 0}))
     return found
 
 
@@ -1093,8 +1132,12 @@ def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
         assert (windows[:, :, :] - windows[:, :1] == 10 * torch.arange(8).view(1, 8, 1)).all()
         assert (windows // 100 % 10 == torch.arange(3).view(3, 1, 1)).all() and len(windows[0, 0].unique()) > 3
     again = hop.Replay(2, CPU)
-    again.load_state_dict(replay.state_dict())
+    again.allocate(replay.state_dict())
+    copy_nested_(again.state_dict(), replay.state_dict())
     assert same_tree(again.state_dict(), replay.state_dict()) and same_tree(again.data._asdict(), replay.data._asdict())
+    rollout = numbered(first=9)[0]
+    again.push(rollout)
+    assert not same_tree(again.state_dict(), replay.state_dict()), "what was loaded is a copy"
 
 
 @pytest.mark.parametrize(
@@ -1120,11 +1163,16 @@ def test_a_history_has_room_for_its_count():
 @pytest.mark.parametrize(("steps", "measured"), [(3, 1), (8, 1), (12, 1), (20, 2)])
 def test_moa_is_measured_on_every_eighth_step(steps, measured):
     state = make_state("ppo-omg")
-    transitions, _, episodes = play(state, steps)
-    assert len(episodes["probs"]) == len(episodes["posterior_probs"]) == measured
-    found = hop.moa_metrics(state.args, state.env, state.seats, state.networks, transitions, episodes)
-    action = transitions.joint[:, min(steps, 8) - 1 :: 8, :, 1:]
-    present = transitions.board[:, min(steps, 8) - 1 :: 8, :, 1:3].flatten(4).amax(4)
-    assert found["moa/confusion"].sum((1, 2)).tolist() == pytest.approx(present.sum((1, 2, 3)).tolist())
-    counts = torch.stack([((action == a) * present).sum((1, 2, 3)) for a in range(7)], 1)
-    torch.testing.assert_close(found["moa/confusion"].sum(2), counts.float())
+    transitions, outputs, episodes = play(state, steps)
+    assert len(episodes["probs"]) == len(episodes["bayes_probs"]) == measured
+    found = hop.moa_metrics(state.args, state.games, state.networks, transitions, episodes)
+    every_eighth = slice(min(steps, 8) - 1, None, 8)
+    action = transitions.joint[:, every_eighth, :, 1:].long()
+    present = co_players_there(transitions, TINY_CONFIG)[:, every_eighth]
+    said = outputs["log_probs"][:, every_eighth]  # by learner i, who is co-player k of learner i - k
+    expected = []
+    for i in range(3):
+        own = torch.stack([said[(i + 1) % 3], said[(i + 2) % 3]], 2)  # [T / 8, E, K, 7]
+        nll = -own.gather(3, action[i][..., None])[..., 0]
+        expected.append(float(nll[present[i]].mean()))
+    assert found["moa/ceiling/nll"].tolist() == pytest.approx(expected, rel=1e-4)

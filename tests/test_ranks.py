@@ -18,7 +18,7 @@ import torch
 from helpers import TINY_CONFIG, TINY_FLAGS, lines_of, same_tree, without_times
 
 CPU, ROOT = torch.device("cpu"), Path(hop.__file__).resolve().parent
-FLAGS = {**TINY_FLAGS, "total_timesteps": 4 * 32, "subgoal_period": 2, "save_seconds": 0.0, "num_seeds": 2}
+FLAGS = {**TINY_FLAGS, "total_timesteps": 4 * 32, "save_seconds": 0.0, "num_seeds": 2}
 
 
 class Killed(Exception):
@@ -42,18 +42,18 @@ def run(flags, kill_before=None):
     found = {"start": None, "metrics": []}
     train_iteration, read, calls = hop.train_iteration, hop.MetricSums.read, []
 
-    def watched(state, *due):
-        calls.append(due)
+    def watched(state):
+        calls.append(state)
         if len(calls) == 1:
             found["start"] = copy.deepcopy(state.state_dict())
         if len(calls) == kill_before:
             raise Killed
-        samples = train_iteration(state, *due)
+        samples = train_iteration(state)
         found["end"] = copy.deepcopy(state.state_dict())
         return samples
 
     def watched_read(sums):
-        own = {name: total.numpy() / float(count) for name, (total, count) in sums.sums.items() if count > 0}
+        own = {name: total.numpy() / float(sums.count) for name, total in sums.sums.items()}
         found["metrics"].append((own, read(sums)))
         return found["metrics"][-1][1]
 
@@ -76,8 +76,8 @@ def two_processes(out):
         raise AssertionError("only the first rank writes")
 
     if rank > 0:
-        for name in ("save_checkpoint", "SummaryWriter", "truncate_metrics", "write_row"):
-            setattr(hop, name, forbidden)
+        for name in ("Run", "keep_rows"):
+            setattr(hop.game, name, forbidden)
         pathlib.Path.mkdir = pathlib.Path.write_text = forbidden
     found = {"gradients": [gradient(slice(4 * rank, 4 * rank + 4), max_norm) for max_norm in (1e9, 0.1)]}
     found["whole"] = run({**FLAGS, "run_dir": f"{out}/whole"})
@@ -121,11 +121,15 @@ def test_ranks_hold_the_same_networks_and_other_games(ranks):
     for moment in ("start", "end"):
         assert same_tree(first[moment]["networks"], second[moment]["networks"]), moment
         assert same_tree(first[moment]["optimizers"], second[moment]["optimizers"]), moment
-        for part in ("env", "offline_replay", "random"):
+        for part in ("games", "watched", "cpu_random"):
             assert not same_tree(first[moment][part], second[moment][part]), part
+        for part in ("env", "replay"):
+            assert not same_tree(first[moment]["watched"][part], second[moment]["watched"][part]), part
+        assert not same_tree(first[moment]["games"]["env"], second[moment]["games"]["env"])
     assert not same_tree(first["start"]["networks"]["moa"], first["end"]["networks"]["moa"])
-    assert first["end"]["replay"]["done"].shape == (2, 6, 8, 2), "of 4 games per seed each rank plays 2"
-    assert not torch.equal(first["end"]["replay"]["board"], second["end"]["replay"]["board"])
+    replays = [found["end"]["games"]["replay"]["data"] for found in (first, second)]
+    assert replays[0]["done"].shape == (2, 6, 8, 2), "of 4 games per seed each rank plays 2"
+    assert not torch.equal(replays[0]["board"], replays[1]["board"])
 
 
 def test_metrics_are_means_over_the_ranks(ranks):
@@ -147,8 +151,8 @@ def test_one_set_of_files(ranks):
     saved = torch.load(first["whole"]["final"]["checkpoint"], weights_only=True)
     assert len(saved["states"]) == 2 and saved["args"]["num_envs"] == 4
     for state, found in zip(saved["states"], (first, second), strict=True):
-        assert same_tree(state["env"], found["whole"]["end"]["env"])
-        assert same_tree(state["replay"], found["whole"]["end"]["replay"])
+        assert same_tree(state["games"], found["whole"]["end"]["games"])
+        assert same_tree(state["watched"], found["whole"]["end"]["watched"])
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(ranks):

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import hopplus_ppo as hop
-from stag_hunt_env import STAY
+from stag_hunt_env import STAY, Run
 
 import pytest
 import torch
 from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree
-from test_imagination import TrueWorld
+from test_imagination import TrueWorld, wrong
 from tiny_hopplus import make_args, make_state, play, train, watch_networks
 
 sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
@@ -31,11 +31,11 @@ FAST = {
 PPO = {
     **{"seats": "learner,mixed,random", "num_envs": 6, "num_steps": 4, "learning_rate": 0.01, "policy_hidden": 4},
     **{"update_epochs": 1, "num_minibatches": 1, "gamma": 0.5, "gae_lambda": 0.5, "clip_coef": 1e-3},
-    **{"clip_vloss": True, "ent_coef": 0.5, "vf_coef": 0.1, "max_grad_norm": 1e-3, "share_parameters": True},
+    **{"ent_coef": 0.5, "vf_coef": 0.1, "max_grad_norm": 1e-3, "share_parameters": True},
 }
 MODELS = {
     **{"subgoals": "actions", "goal_kind": "discrete", "goal_dim": 3, "subgoal_hidden": 4},
-    **{"subgoal_selection": "optimistic", "subgoal_horizon": 1, "kl_coef": 0.5, "inter_episode_belief": False},
+    **{"subgoal_selection": "optimistic", "subgoal_horizon": 1, "kl_coef": 0.5},
     **{"memory_discount": 0.1, "history_reset_prob": 1.0, "subgoal_learning_rate": 0.01, "subgoal_updates": 0},
     **{"subgoal_batch_size": 2},
 }
@@ -47,7 +47,7 @@ IMAGINATION = {
 DRAWN = {"population": "random", "redraw": "never"}  # for mixed seats
 ELSEWHERE = {  # tests of whole runs, of the preparation, of a GPU
     *("exp_name", "method", "seed", "num_seeds", "total_timesteps", "device", "run_dir", "resume", "log_every"),
-    *("num_pictures", "save_seconds", "anneal_lr", "hindsight_eps", "vae_checkpoint", "world_model_checkpoint"),
+    *("save_seconds", "anneal_lr", "hindsight_eps", "vae_checkpoint", "world_model_checkpoint"),
     *("pretraining_updates", "pretraining_games", "offline_ratio", "replay_rollouts", "imagined_goals"),
     *("cudagraphs", "compile", "precision"),
 }
@@ -62,7 +62,7 @@ def trained(method, **changes):
     """All weights after one iteration"""
     state = make_state(method, **{**FAST, **changes})
     train(state)
-    return {name: x.state_dict() for name, x in state.networks._asdict().items() if x is not None}
+    return {name: x.state_dict() for name, x in state.networks.present().items()}
 
 
 @pytest.mark.parametrize(("method", "base", "name", "value"), CASES, ids=[case[2] for case in CASES])
@@ -74,9 +74,8 @@ def test_a_flag_changes_what_is_learned(method, base, name, value):
 
 
 def test_every_flag_changes_something():
-    to_go = {"log_details", "moa_data", "subgoal_period", "wm_period"}
     flags = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
-    assert flags - to_go == {case[2] for case in CASES} | ELSEWHERE
+    assert flags == {case[2] for case in CASES} | ELSEWHERE
 
 
 @pytest.mark.parametrize("method", hop.METHODS)
@@ -89,19 +88,26 @@ def test_the_same_flags_learn_the_same(method):
 # The preparation
 
 
-def prepared(**changes):
-    """All weights after it"""
+def prepared(monkeypatch, **changes):
+    """All weights after it, and those of the models that were pretrained: also what is not kept"""
+    made, make_networks = [], hop.make_networks
+    monkeypatch.setattr(hop, "make_networks", lambda *x, **y: (made.append(make_networks(*x, **y)), made[-1])[1])
     state = make_state(num_seeds=2, **changes)
     hop.pretrain(state.args, state, [1, 2], 0)
-    return copy.deepcopy(state.state_dict()["networks"])
+    monkeypatch.setattr(hop, "make_networks", make_networks)
+    of_learners, pretrained = made
+    assert of_learners is state.networks and of_learners.moa_prior is None
+    return copy.deepcopy(state.state_dict()["networks"]), pretrained.moa_prior.state_dict()
 
 
 def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeypatch):
     """Each learner starts from a copy of its seed's. The first rate of each model is twice the second."""
-    before = prepared(pretraining_updates=0)
+    before, moa_prior_before = prepared(monkeypatch, pretraining_updates=0)
     rates = record_learning_rates(monkeypatch)
-    after = prepared(pretraining_updates=20)
-    for name in ("prior", "inference", "moa", "moa_prior", "world"):
+    after, moa_prior = prepared(monkeypatch, pretraining_updates=20)
+    assert all((x != moa_prior_before[key]).flatten(1).any(1).all() for key, x in moa_prior.items())
+    assert set(after) == {"policy", "prior", "inference", "moa", "world"}
+    for name in ("prior", "inference", "moa", "world"):
         for key, new in after[name].items():
             old = before[name][key]
             assert (new != old).flatten(1).any(1).all(), f"{name} {key} is not trained"
@@ -115,8 +121,9 @@ def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeyp
     assert world == pytest.approx([2e-3] * 10 + [1e-3] * 10)
 
 
-def test_the_preparation_watches_as_many_games_as_asked():
-    few, many = (prepared(method="ppo-omg", pretraining_updates=1, pretraining_games=n)["moa"] for n in (2, 8))
+def test_the_preparation_watches_as_many_games_as_asked(monkeypatch):
+    changes = {"method": "ppo-omg", "pretraining_updates": 1}
+    few, many = (prepared(monkeypatch, pretraining_games=n, **changes)[0]["moa"] for n in (2, 8))
     assert not same_tree(few, many)
 
 
@@ -143,12 +150,12 @@ def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
     """MOA reads hindsight subgoals in as large a share of its training as asked at the start. Five iterations"""
     train_iteration, shares = hop.train_iteration, []
 
-    def watched(state, *due):
+    def watched(state):
         prior = state.networks.prior.params
         prior["head.weight"].data.zero_()  # f_psi says 7 of every state, and so does hindsight
         prior["head.bias"].data.fill_(7.0)
         (moa,) = watch_networks(state, "moa")
-        samples = train_iteration(state, *due)
+        samples = train_iteration(state)
         goals = torch.cat([inputs[3] for _, inputs in moa.given], 1)
         shares.append(float((goals == 7).all(2).float().mean()))
         state.networks = state.networks._replace(moa=moa.stacked)
@@ -162,8 +169,8 @@ def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
 
 
 def test_rows_and_checkpoints_come_as_often_as_asked(monkeypatch, tmp_path):
-    saved, save = [], hop.save_checkpoint
-    monkeypatch.setattr(hop, "save_checkpoint", lambda path, content: (saved.append(content), save(path, content)))
+    saved, save = [], Run.save
+    monkeypatch.setattr(Run, "save", lambda run, content: (saved.append(content), save(run, content)))
     for seconds, iterations in ((0.0, [2, 4, 5]), (1000.0, [5])):
         saved.clear()
         flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 5 * 32, "run_dir": str(tmp_path)}
@@ -184,23 +191,23 @@ def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(m
 
         return call
 
-    names = {"train_iteration": 2.0, "draw_pictures": 100.0, "save_checkpoint": 1000.0}
-    for name, seconds in names.items():
-        monkeypatch.setattr(hop, name, takes(seconds, getattr(hop, name)))
-    flags = {"num_pictures": 6, "save_seconds": 0.0, "total_timesteps": 6 * 32, "run_dir": str(tmp_path)}
-    save, saved = hop.save_checkpoint, []
+    slow = [(hop, "train_iteration", 2.0), (hop, "add_histograms", 100.0), (Run, "save", 1000.0)]
+    for owner, name, seconds in slow:
+        monkeypatch.setattr(owner, name, takes(seconds, getattr(owner, name)))
+    flags = {"save_seconds": 0.0, "total_timesteps": 6 * 32, "run_dir": str(tmp_path)}
+    save, saved = Run.save, []
 
-    def killed_at_the_fourth(path, content):
-        saved.append(path)
+    def killed_at_the_fourth(run, content):
+        saved.append(run.folders[0])
         if len(saved) == 4:
             raise KeyboardInterrupt
-        save(path, content)
+        save(run, content)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+        patch.setattr(Run, "save", killed_at_the_fourth)
         hop.main(make_args("ppo", **flags))
     hop.main(hop.make_args("ppo", "cpu", resume=str(saved[0])))
-    lines = lines_of(saved[0].parent)
+    lines = lines_of(saved[0])
     assert [line["time/training"] for line in lines] == pytest.approx([2, 4, 6, 8, 10, 12])
     assert [line["charts/SPS"] for line in lines] == pytest.approx([16] * 6)
 
@@ -223,10 +230,10 @@ def test_games_that_ended_say_nothing_about_the_horizon(steps, horizon):
 
     def wrong_in_the_third_step(board, reward, call):
         if call == 2:
-            board[5] = 1 - board[5]
+            board[5] = wrong(board[5])
         return board, reward
 
-    world = TrueWorld(state.env, games.prey_position[:, 0], wrong_in_the_third_step)
+    world = TrueWorld(state.games.env, wrong_in_the_third_step)
     state.networks = state.networks._replace(world=world)
     assert hop.learner_mask(TINY_CONFIG, games.board).all()
     found = adapt.pooled_horizon(SimpleNamespace(script=hop), state, games)

@@ -1,5 +1,7 @@
 """Tiny experiments of hopplus_ppo.py, and what they saw and did"""
 
+import dataclasses
+
 import hopplus_ppo as hop
 from stag_hunt_env import copy_state, seats_table
 
@@ -13,20 +15,42 @@ def make_args(method="hopplus", **changes):
     return hop.make_args(method, "cpu", **{**TINY_FLAGS, **changes})
 
 
-def make_state(method="hopplus", watch=False, **changes):
-    args = make_args(method, **changes)
+def seeds_and_tables(args):
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     table = seats_table(args.seats, args.config.num_players)
-    return hop.make_train_state(args, [table] * len(seeds), seeds, CPU, watch=watch)
+    return seeds, [table] * len(seeds)
+
+
+def make_state(method="hopplus", **changes):
+    args = make_args(method, **changes)
+    seeds, tables = seeds_and_tables(args)
+    return hop.make_train_state(args, tables, seeds, CPU)
+
+
+def add_moa_prior(state):
+    """The network that exists in pretraining only"""
+    seeds = list(range(len(state.networks.policy)))
+    networks = hop.make_networks(state.args, seeds, CPU, pretraining=True)
+    state.networks = state.networks._replace(moa_prior=networks.moa_prior)
+
+
+def make_watched(method="hopplus", **changes):
+    """A state whose own games are those of the pretraining: rule-based players play, one learner per seed looks on"""
+    state = make_state(method, share_parameters=True, **changes)
+    seeds, tables = seeds_and_tables(state.args)
+    hop.seed_everything(seeds, 0, stream=2)
+    games = hop.Games(state.args, tables, CPU, watch=True)
+    networks = hop.make_networks(state.args, [100 * seed for seed in seeds], CPU, pretraining=True)
+    return dataclasses.replace(state, games=games, networks=networks)
 
 
 def play(state, num_steps):
-    return hop.rollout(state.args, state.env, state.seats, state.networks, state.rollout_state, num_steps)
+    return hop.rollout(state.args, state.games, state.networks, num_steps)
 
 
 def train(state):
     """One iteration that trains everything"""
-    return hop.train_iteration(state, True, True)
+    return hop.train_iteration(state)
 
 
 def one_step(transitions, t):
@@ -36,29 +60,47 @@ def one_step(transitions, t):
 
 def views(state, steps):
     """steps [M, n, ...] as everybody sees them"""
-    return hop.entity_views(state.args, state.env, steps.board, steps.prey_position)
+    return hop.entity_views(state.games.env, steps.board, steps.walls)
 
 
 @torch.no_grad()
 def infer(state, steps, history):
-    clock = steps.time / state.env.config.final_time
-    given = (state.args, state.env, state.networks, views(state, steps), clock, history, steps.oracle_id)
+    env = state.games.env
+    clock = steps.time / env.config.final_time
+    given = (state.args, env, state.networks, views(state, steps), clock, history, steps.oracle_id)
     return hop.infer_opponents(*given)
 
 
+def encode(state, windows):
+    """Histories [M, T, G, K, 2 * hidden] before each step of windows [M, T, G, ...], from that of the first step on"""
+    return hop.encode_history(state.args, state.games.env, state.networks, windows).history
+
+
+def on_board(config, cells):
+    """bool [...]: these cells are on the board"""
+    return cells < config.num_cells
+
+
+def co_players_there(windows, config):
+    """bool [..., K]: which co-players are on the board"""
+    return on_board(config, windows.board[..., 1 : config.num_players])
+
+
 def read_inputs(config, inputs, goal_size=TINY_FLAGS["goal_dim"]):
-    """What a policy read, taken apart again: board, clock, last joint action, subgoals"""
-    n, stags, hares, cells = config.num_players, config.num_stags, config.num_hares, config.num_cells
-    sizes = [n + stags + hares, cells if config.max_wall_pieces else 1, 1, 7 * n, (n - 1) * goal_size]
-    entities, walls, clock, acts, goals = inputs.split(sizes, -1)
-    assert (entities == entities.round()).all() and (acts.unflatten(-1, (n, 7)).sum(-1) == 1).all()
-    board = torch.zeros(*inputs.shape[:-1], n + 3, cells + 1, dtype=torch.uint8)  # the last cell: not there
-    for i, plane in enumerate([*range(n), *[n + 1] * stags, *[n + 2] * hares]):
-        board[..., plane, :].scatter_(-1, entities[..., i, None].long(), 1)
-    board = board[..., :-1]
-    board[..., n, :] = walls
-    board, acts = board.unflatten(-1, (config.height, config.width)), acts.unflatten(-1, (n, 7))
-    return {"board": board, "clock": clock[..., 0], "last_joint": acts.argmax(-1), "goals": goals}
+    """What a policy read, taken apart again: board, walls, clock, last joint action, subgoals"""
+    players = config.num_players
+    walls_size = config.num_cells if config.max_wall_pieces else 1
+    sizes = [players + config.num_stags + config.num_hares, walls_size, 1, 7 * players, (players - 1) * goal_size]
+    board, walls, clock, acts, goals = inputs.split(sizes, -1)
+    acts = acts.unflatten(-1, (players, 7))
+    assert (board == board.round()).all() and (acts.sum(-1) == 1).all()
+    return {
+        "board": board.to(torch.uint8),
+        "walls": walls.to(torch.uint8),
+        "clock": clock[..., 0],
+        "last_joint": acts.argmax(-1),
+        "goals": goals,
+    }
 
 
 class Watched:
@@ -91,16 +133,17 @@ def enlarge_moa(state, factor=100.0):
 
 def recorded(state, function):
     """What function() returns, and what the game saw: [(state before, actions, reward, done, players)], by seat"""
-    log, step = [], state.env.step
+    env, seats = state.games.env, state.games.seats
+    log, advance = [], env.advance
 
     def watched(actions):
-        before, kinds = copy_state(state.env.state), state.seats.kinds.clone()
-        results = step(actions)
-        log.append((before, actions.clone(), results[1].clone(), results[3].clone(), kinds))
-        return results
+        before, kinds = copy_state(env.state), seats.kinds.clone()
+        reward, present_before, done = advance(actions)
+        log.append((before, actions.clone(), reward.clone(), done.clone(), kinds))
+        return reward, present_before, done
 
-    state.env.step = watched
+    env.advance = watched
     try:
         return function(), log
     finally:
-        del state.env.step
+        del env.advance
