@@ -87,6 +87,7 @@ NonNegative = Annotated[float, (">= 0", 0, MOST)]
 Fraction = Annotated[float, ("0 to 1", 0, 1)]
 Count = Annotated[int, (">= 1", 1, 10**15)]
 Whole = Annotated[int, (">= 0", 0, 10**15)]
+Names = str | list[str] | tuple[str, ...]  # "a,b" or ["a", "b"]
 
 
 class UserError(ValueError):
@@ -130,22 +131,16 @@ class StagHuntConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        needed = self.num_prey + self.num_players
-        refuse(
-            needed > self.num_cells,
-            f"--height {self.height} --width {self.width}: too little room: "
-            f"{needed} prey and players, {self.num_cells} cells",
-        )
+        cells = self.num_cells
+        players = self.num_players
+        walls = self.max_wall_pieces
         strengths = self.seat_strengths
-        fits = len(strengths) == self.num_players and all(1e-6 <= x <= 1e6 for x in strengths)
-        refuse(
-            not fits,
-            f"--strengths must be {self.num_players} numbers from 1e-6 to 1e6, one per seat: {strengths}",
-        )
-        refuse(
-            self.max_wall_pieces > self.num_cells,
-            f"--max-wall-pieces {self.max_wall_pieces} is more than the board has cells, {self.num_cells}",
-        )
+        needed = self.num_prey + players
+        board = f"--height {self.height} --width {self.width}"
+        fits = len(strengths) == players and all(1e-6 <= x <= 1e6 for x in strengths)
+        refuse(needed > cells, f"{board}: too little room: {needed} prey and players, {cells} cells")
+        refuse(not fits, f"--strengths must be {players} numbers from 1e-6 to 1e6, one per seat: {strengths}")
+        refuse(walls > cells, f"--max-wall-pieces {walls} is more than the board has cells, {cells}")
 
     @property
     def num_prey(self) -> int:
@@ -165,7 +160,7 @@ class StagHuntConfig:
 
     @property
     def setting(self) -> str:
-        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4."""
+        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4"""
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
         return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
@@ -178,17 +173,14 @@ class StagHuntConfig:
 
     def _prosocial_payoffs(self):
         payoffs = []
-        stags_caught = range(self.num_stags + 1)
-        hares_caught = range(self.num_hares + 1)
-        players_active = range(1, self.num_players + 1)
-        for stags, hares, active in itertools.product(stags_caught, hares_caught, players_active):
+        ranges = range(self.num_stags + 1), range(self.num_hares + 1), range(1, self.num_players + 1)
+        for stags, hares, active in itertools.product(*ranges):
             total = stags * self.stag_reward + hares * self.hare_reward + active * self.time_reward
             paid = "stag" if stags else "hare" if hares else "none"
             payoffs.append((total / self.num_players, paid))
         return payoffs
 
     def _party_payoffs(self):
-        nothing = [(self.time_reward, "none")]
         hares = []
         stags = []
         for size in range(1, self.num_players + 1):
@@ -199,7 +191,7 @@ class StagHuntConfig:
                         hares.append((share * self.hare_reward + self.time_reward, "hare"))
                     if self.num_stags and size > 1:
                         stags.append((share * self.stag_reward + self.time_reward, "stag"))
-        return nothing + hares + stags
+        return [(self.time_reward, "none"), *hares, *stags]
 
 
 class State(NamedTuple):
@@ -221,14 +213,7 @@ class StagHuntEnv:
     ends there. To keep a state, take `copy_state`. `step` can be captured in a CUDA graph (register
     `generator` with it); `compile=True` fuses it with torch.compile."""
 
-    def __init__(
-        self,
-        config: StagHuntConfig | None = None,
-        num_envs=1,
-        device="cpu",
-        seed=0,
-        compile=False,
-    ):
+    def __init__(self, config: StagHuntConfig | None = None, num_envs=1, device="cpu", seed=0, compile=False):
         refuse(num_envs < 1, f"num_envs must be >= 1, not {num_envs}")
         self.config = config or StagHuntConfig()
         self.device = resolve_device(device)
@@ -245,7 +230,7 @@ class StagHuntEnv:
         self.episode_return = torch.zeros(num_envs, self.config.num_players, device=self.device)
         self.final_return = torch.zeros_like(self.episode_return)
         self._next = self.initial_state()
-        self._dealt = torch.tensor(0, device=self.device)  # the place whose next game is dealt anew first
+        self._dealt = torch.tensor(0, device=self.device)  # whose next game is dealt anew first
         self.reset(seed)
 
     def _make_tables(self):
@@ -255,14 +240,15 @@ class StagHuntEnv:
 
         cell = np.arange(config.num_cells)
         row, column = np.divmod(cell, config.width)
-        rows_down = config.height - 1 - row
-        columns_right = config.width - 1 - column
-        none = np.zeros_like(cell)
-        room = np.stack([row, rows_down, column, columns_right, none, none, none], 1)
-        offset = np.array([-config.width, config.width, -1, 1, 0, 0, 0])
+        possible = np.zeros((config.num_cells, NUM_ACTIONS), bool)
+        possible[:, UP] = row > 0
+        possible[:, DOWN] = row < config.height - 1
+        possible[:, LEFT] = column > 0
+        possible[:, RIGHT] = column < config.width - 1
+        offset = [-config.width, config.width, -1, 1, 0, 0, 0]
         distance = abs(row[:, None] - row) + abs(column[:, None] - column)
-        self.possible = tensor(room > 0)  # [H*W, 7] moves that stay on the board
-        self.target = tensor(cell[:, None] + (room > 0) * offset)  # [H*W, 7] where they lead
+        self.possible = tensor(possible)  # [H*W, 7] moves that stay on the board
+        self.target = tensor(cell[:, None] + possible * offset)  # [H*W, 7] where they lead
         self.manhattan = tensor(distance, dtype=torch.int32)  # [H*W, H*W]
         self.is_stay = tensor([action == STAY for action in range(NUM_ACTIONS)])
         self.hunt = tensor([-1] * 5 + [HUNT_STAG, HUNT_HARE])
@@ -288,16 +274,12 @@ class StagHuntEnv:
         if config.max_wall_pieces:
             pieces = wall_placements(config.height, config.width)
             self.pieces = torch.tensor(pieces, device=self.device)  # [placements, H*W]
-            # The longest shortest path: straight across, and around each piece (one of 4 has a
-            # rim of 14 cells).
-            across = config.height + config.width - 2
-            self.longest_path = min(config.num_cells - 1, across + 14 * config.max_wall_pieces)
-        # The random numbers of one deal: for the walls, the cells and the order of the seats
-        self._numbers = [
-            config.max_wall_pieces,
-            config.num_prey + config.num_players,
-            config.num_players * config.permute_ids,
-        ]
+            # Straight across, and around each piece (one of 4 has a rim of 14 cells)
+            longest = config.height + config.width - 2 + 14 * config.max_wall_pieces
+            self.longest_path = min(config.num_cells - 1, longest)
+        entities = config.num_prey + config.num_players
+        order = config.num_players * config.permute_ids
+        self._numbers = [config.max_wall_pieces, entities, order]  # random, of one deal
         # The next game of each place is dealt in advance, half of them anew at each step, in turn.
         # Nobody starts on prey, so a game lasts 2 steps or more (unless final_time is 1), and no
         # deal is played twice.
@@ -314,8 +296,7 @@ class StagHuntEnv:
 
     def initial_state(self, num_games: int | None = None) -> State:
         """Deals `num_games` (default: num_envs) games with numbers from `generator`."""
-        games = self.num_envs if num_games is None else num_games
-        return self._deal(self._uniform(games))
+        return self._deal(self._uniform(self.num_envs if num_games is None else num_games))
 
     def _uniform(self, games):
         return torch.rand(games, sum(self._numbers), generator=self.generator, device=self.device)
@@ -333,8 +314,7 @@ class StagHuntEnv:
         prey_position = cells[:, : config.num_prey].contiguous()
         position = cells[:, config.num_prey :].contiguous()
         if config.permute_ids:
-            order = _distinct(for_seats, config.num_players)
-            position = position.gather(1, order.long())
+            position = position.gather(1, _distinct(for_seats, config.num_players).long())
         clock = torch.zeros(len(uniform), dtype=torch.int32, device=self.device)
         return State(
             position=position,
@@ -350,8 +330,7 @@ class StagHuntEnv:
         config = self.config
         walls = torch.zeros(len(uniform), config.num_cells, dtype=torch.bool, device=self.device)
         for k in range(config.max_wall_pieces):
-            number = (uniform[:, k] * len(self.pieces)).long()
-            piece = self.pieces[number]
+            piece = self.pieces[(uniform[:, k] * len(self.pieces)).long()]
             free = ~(walls | piece)
             reached = free & (free.cumsum(1) == 1)  # from the first free cell
             for _ in range(self.longest_path):
@@ -359,8 +338,7 @@ class StagHuntEnv:
                 reached = free & (reached | beside)
             apart = ~(walls & piece).any(1)
             room = free.sum(1) >= config.num_prey + config.num_players
-            connected = (reached == free).all(1)
-            fits = apart & room & connected
+            fits = apart & room & (reached == free).all(1)
             walls = torch.where(fits[:, None], ~free, walls)
         return walls
 
@@ -436,14 +414,12 @@ class StagHuntEnv:
         config = self.config
         player_cells, prey_cells = self._shown_cells(state)
         players = self.one_hot[self.seats_to_ego(player_cells)]  # [B, N, N, words]
-        stags, hares = self.one_hot[prey_cells].split([config.num_stags, config.num_hares], 1)
-        walls = state.walls.view(self.word)
-        stags = stags.sum(1, dtype=self.word)
-        hares = hares.sum(1, dtype=self.word)
-        shared = torch.stack([walls, stags, hares], 1)[:, None]
-        shared = shared.expand(-1, config.num_players, -1, -1)
-        planes = torch.cat([players, shared], 2).view(torch.uint8)
-        return planes.unflatten(-1, (config.height, config.width))
+        prey = self.one_hot[prey_cells]  # [B, P, words]
+        stags = prey[:, : config.num_stags].sum(1, dtype=self.word)
+        hares = prey[:, config.num_stags :].sum(1, dtype=self.word)
+        shared = torch.stack([state.walls.view(self.word), stags, hares], 1)[:, None]
+        planes = torch.cat([players, shared.expand(-1, config.num_players, -1, -1)], 2)
+        return planes.view(torch.uint8).unflatten(-1, (config.height, config.width))
 
     def cells(self, state: State) -> Tensor:
         """uint8 [B, N, N + P]: in each player's ego order the cell of everybody, then of each prey;
@@ -472,8 +448,7 @@ class StagHuntEnv:
             return torch.full_like(state.walls, FAR, dtype=torch.int32)
         if bound is not None:
             rank = prey if bound == "first" else -prey
-            lowest = torch.where(counts, rank, FAR).amin(1, keepdim=True)
-            counts = counts & (rank == lowest)
+            counts = counts & (rank == torch.where(counts, rank, FAR).amin(1, keepdim=True))
         distance = torch.where(counts[..., None], self.manhattan[prey], FAR).amin(1)
         if self.config.max_wall_pieces:
             distance = self._around_walls(distance == 0, state.walls > 0)
@@ -495,9 +470,8 @@ class StagHuntEnv:
         copy_nested_(self.state._asdict(), deals._asdict())
         copy_nested_(self.final_state._asdict(), deals._asdict())
         copy_nested_(self._next._asdict(), self.initial_state()._asdict())
-        self._dealt.zero_()
-        self.episode_return.zero_()
-        self.final_return.zero_()
+        for counter in (self._dealt, self.episode_return, self.final_return):
+            counter.zero_()
         return self.observe(self.state)
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -538,7 +512,7 @@ class StagHuntEnv:
 
     @property
     def final_prey(self) -> Tensor:
-        """int64 [B, N]: what each player caught in the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
+        """int64 [B, N], of the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
         state = self.final_state  # who has caught prey left from its cell
         same_cell = state.position[..., None] == state.prey_position[:, None]
         left_from = same_cell & ~state.present[..., None]
@@ -549,12 +523,8 @@ class StagHuntEnv:
         return self.observe(self.final_state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that `step` changes. As in torch these are the tensors themselves: copy what you want to keep."""
-        saved = {
-            "_dealt": self._dealt,
-            "episode_return": self.episode_return,
-            "final_return": self.final_return,
-        }
+        """All that `step` changes: as in torch, the tensors themselves"""
+        saved = {name: getattr(self, name) for name in ("_dealt", "episode_return", "final_return")}
         for group in ("state", "final_state", "_next"):
             for name, x in getattr(self, group)._asdict().items():
                 saved[f"{group}.{name}"] = x
@@ -573,11 +543,8 @@ class StagHuntEnv:
         shape = list(actions.shape), actions.device.type
         if wanted != shape:
             raise ValueError(f"actions must have shape and device {wanted}, not {shape}")
-        if actions.device.type == "cpu":
-            low = actions.min()
-            high = actions.max()
-            if low < 0 or high >= NUM_ACTIONS:
-                raise ValueError(f"actions must be 0 to {NUM_ACTIONS - 1}, not {low} to {high}")
+        if actions.device.type == "cpu" and not 0 <= actions.min() <= actions.max() < NUM_ACTIONS:
+            raise ValueError(f"actions must be 0 to {NUM_ACTIONS - 1}, not {actions.min()} to {actions.max()}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -600,7 +567,7 @@ def copy_state(state: State) -> State:
 
 
 def copy_nested_(kept: dict, saved: dict, name: str = "", check_only: bool = False) -> None:
-    """Copies saved tensors into those that are there, also in dicts of dicts; checks all, by name, first."""
+    """Copies saved tensors into those that are there, also in dicts of dicts; checks all first"""
     if not check_only:
         copy_nested_(kept, saved, name, check_only=True)
     for key, tensor in kept.items():
@@ -622,8 +589,7 @@ def planes(config: StagHuntConfig, cells: Tensor, walls: Tensor) -> Tensor:
     walls [..., H*W] (one 0 where the game has none)"""
     number = torch.arange(config.num_cells, device=cells.device)
     one_hot = (cells[..., None] == number).to(torch.uint8)  # [..., N + P, H*W]
-    sizes = [config.num_players, config.num_stags, config.num_hares]
-    players, stags, hares = one_hot.split(sizes, -2)
+    players, stags, hares = one_hot.split([config.num_players, config.num_stags, config.num_hares], -2)
     walls = walls.to(torch.uint8).expand(*walls.shape[:-1], config.num_cells)
     stags = stags.sum(-2, dtype=torch.uint8)
     hares = hares.sum(-2, dtype=torch.uint8)
@@ -632,7 +598,7 @@ def planes(config: StagHuntConfig, cells: Tensor, walls: Tensor) -> Tensor:
 
 
 def _distinct(uniform, end):
-    """[B, K] uniform in [0, 1) -> [B, K] distinct numbers below `end` (an int or [B, 1]), in random order"""
+    """[B, K] uniform in [0, 1) -> [B, K] distinct, below `end` (an int or [B, 1]), in random order"""
     places = uniform.shape[1]
     not_taken = end - torch.arange(places, device=uniform.device)
     number = (uniform * not_taken).to(torch.int32)  # among those not yet taken
@@ -648,17 +614,12 @@ def wall_placements(height: int, width: int) -> np.ndarray:
     arms = (2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)  # above or below the corner, and beside it
     pieces = set()
     for (row, column), (tall, wide), down, right in itertools.product(board, arms, (-1, 1), (-1, 1)):
-        upright = {(row + down * k, column) for k in range(tall + 1)}
-        level = {(row, column + right * k) for k in range(wide + 1)}
-        piece = upright | level
+        piece = {(row + down * k, column) for k in range(tall + 1)}
+        piece |= {(row, column + right * k) for k in range(wide + 1)}
         if piece <= board:
             pieces.add(tuple(sorted(row * width + column for row, column in piece)))
-    refuse(
-        not pieces,
-        f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board",
-    )
-    cell = np.arange(height * width)
-    return np.array([np.isin(cell, piece) for piece in sorted(pieces)])
+    refuse(not pieces, f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
+    return np.array([np.isin(np.arange(height * width), piece) for piece in sorted(pieces)])
 
 
 # Rule-based players: (env, state, seat) -> probabilities [B, 7]; seat may be a slice, then [B, seats, 7].
@@ -679,10 +640,9 @@ def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0
     now = distance.gather(1, cell.view(len(cell), -1)).view(*cell.shape, 1)
     after = distance.gather(1, target.flatten(1)).view(target.shape)
 
-    on_prey = now == 0
     at_prey = env.is_stay if waits else env.hunt == prey
     without_prey = env.is_stay if waits else legal
-    wanted = legal & ((after < now) | (on_prey & at_prey))
+    wanted = legal & ((after < now) | ((now == 0) & at_prey))
     wanted = torch.where(wanted.any(-1, keepdim=True), wanted, without_prey)
     probs = wanted / wanted.sum(-1, keepdim=True)
     if noise:
@@ -710,7 +670,8 @@ LEARNER, MIXED, SWITCHING = -1, -2, -3  # what a seat may hold besides the numbe
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """[..., A] -> int64 [...]. Never draws an action of probability 0."""
-    noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
+    # Whose clock rings first, at rates `probs`
+    noise = torch.empty_like(probs).exponential_(generator=generator)
     noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # never 0: argmax takes 0 / 0 for the largest
     return (probs / noise).argmax(-1)
 
@@ -730,25 +691,22 @@ def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
     if seats is None:
         return ["learner"] * num_players
     names = player_names("--seats", seats, ("learner", "mixed", *STRANGERS, *PLAYER_PROBS))
-    refuse(
-        len(names) != num_players,
-        f"--seats names {len(names)}, but the game has --num-players {num_players}: {','.join(names)}",
-    )
+    wrong = len(names) != num_players
+    refuse(wrong, f"--seats names {len(names)}, but the game has --num-players {num_players}: {','.join(names)}")
     return names
 
 
-def population_names(population: str | list[str] | tuple[str, ...]) -> list[str]:
+def population_names(population: Names) -> list[str]:
     """--population as a list of names"""
     names = player_names("--population", population, tuple(PLAYER_PROBS))
     refuse(len(set(names)) < len(names), f"--population names a player twice: {','.join(names)}")
     return names
 
 
-def player_names(flag: str, given: str | list[str] | tuple[str, ...], known: tuple[str, ...]) -> list[str]:
-    names = given.split(",") if isinstance(given, str) else list(given)
+def player_names(flag: str, value: Names, known: tuple[str, ...]) -> list[str]:
+    names = value.split(",") if isinstance(value, str) else list(value)
     for name in names:
-        unknown = name not in known
-        refuse(unknown, f"{flag}: unknown player {name!r}; the known ones are {', '.join(known)}")
+        refuse(name not in known, f"{flag}: unknown player {name!r}; the known ones are {', '.join(known)}")
     return names
 
 
@@ -776,7 +734,7 @@ class Seats:
         env: StagHuntEnv,
         tables: list,
         share_parameters: bool = False,
-        population: str | list[str] | tuple[str, ...] = POPULATION,
+        population: Names = POPULATION,
         redraw: str | float = "game",
         remember: bool = False,
         watch: bool = False,
@@ -784,10 +742,8 @@ class Seats:
     ):
         players = env.config.num_players
         tables = [seats_table(table, players) for table in tables]
-        refuse(
-            env.num_envs % len(tables) > 0,
-            f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables",
-        )
+        uneven = env.num_envs % len(tables) > 0
+        refuse(uneven, f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables")
         self.env = env
         self.num_blocks = len(tables)
         self.num_envs = env.num_envs // len(tables)
@@ -803,25 +759,20 @@ class Seats:
         self._redraw_prob = (kinds == MIXED) * redraw_prob(redraw)
         self._start_posterior(remember)
         self._reset_prob = reset_prob
-        # What the last `action_probs` computed
-        self._table = None
-        self._probs = None
+        self._table = self._probs = None  # what the last `action_probs` computed
 
     def _number_learners(self, tables):
         is_learner = [[name == "learner" for name in table] for table in tables]
         learns = torch.tensor(is_learner, device=self.env.device)  # [S, N]
         learners = learns.sum(1).tolist()
-        differ = len(set(learners)) > 1
-        refuse(
-            self.share_parameters and differ,
-            f"--share-parameters needs as many learners in each table, not {learners}",
-        )
+        differ = self.share_parameters and len(set(learners)) > 1
+        refuse(differ, f"--share-parameters needs as many learners in each table, not {learners}")
         self.num_learners = self.num_blocks if self.share_parameters else sum(learners)
         self.everybody_learns = bool(learns.all())
         self.has_rule_based = self.watch or not self.everybody_learns
         self._block, self._seat = learns.nonzero(as_tuple=True)
-        row = (learns.flatten().cumsum(0) - 1).clamp(min=0)
-        self._row = row.view(learns.shape)  # [S, N] place among the learners
+        row = learns.flatten().cumsum(0) - 1
+        self._row = row.clamp(min=0).view(learns.shape)  # [S, N] place among the learners
         self._learns = learns.repeat_interleave(self.num_envs, 0)  # [B, N]
         seat = torch.arange(learns.shape[1], device=self.env.device)
         self.learner_seat = self.to_learners(seat.expand(self._learns.shape))  # [M, E]
@@ -843,7 +794,7 @@ class Seats:
         device = kinds.device
         count = len(self.population)
         players = kinds.shape[1]
-        # Dealt evenly: with players that stay, a seed's luck would else be larger than what is to be measured.
+        # Dealt evenly: with players that stay, luck would else outweigh what is to be measured.
         order = torch.rand(self.num_blocks, self.num_envs, players, device=device).argsort(1)
         first = torch.randint(count, (self.num_blocks, 1, players), device=device)
         drawn = (order + first).flatten(0, 1) % count  # [B, N]
@@ -865,7 +816,7 @@ class Seats:
         self._log_forget = (forget[..., None] / count).log()
 
     def to_learners(self, x: Tensor) -> Tensor:
-        """[B, N, ...] by seat -> [M, E, ...] (shared parameters: the games of all learner seats, seat by seat)"""
+        """[B, N, ...] by seat -> [M, E, ...]"""
         x = x.unflatten(0, (self.num_blocks, self.num_envs)).movedim(2, 1)  # [S, N, E, ...]
         x = x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat]
         return self._share(x)
@@ -892,10 +843,7 @@ class Seats:
     def action_probs(self, state: State, learner_probs: Tensor | None = None) -> Tensor:
         """[B, N, 7] everybody's probabilities; learner_probs [M, E, 7] unless the learners only watch"""
         learners_act = self.num_learners > 0 and not self.watch
-        refuse(
-            learners_act == (learner_probs is None),
-            "learner_probs are for learners that do not only watch",
-        )
+        refuse(learners_act == (learner_probs is None), "learner_probs are for learners that do not only watch")
         probs = None
         if self.has_rule_based:
             rules = [rule(self.env, state, ALL_SEATS) for rule in self._rules]
@@ -908,11 +856,11 @@ class Seats:
         return probs
 
     def posterior(self) -> Tensor:
-        """[B, N, P] which player of the population it is, given all that was seen; of a learner the prior"""
+        """[B, N, P] which player of the population it is; of a learner the prior"""
         return self.log_posterior.exp()
 
     def posterior_probs(self) -> Tensor:
-        """[B, N, 7] the best prediction of the next action from the past; of a learner its own probabilities"""
+        """[B, N, 7] the best prediction of the next action; of a learner its own probabilities"""
         if not self.has_rule_based:
             return self._probs
         of_population = self._table[:, :, : len(self.population)]
@@ -920,14 +868,14 @@ class Seats:
         return torch.where((self.kinds == LEARNER)[..., None], self._probs, expected)
 
     def oracle_id(self) -> Tensor:
-        """float [B, N, P + 1] one-hot: who of the population plays now; the last entry: a learner; a stranger: zeros"""
+        """float [B, N, P + 1] one-hot: who of the population plays now, or a learner; a stranger: zeros"""
         count = len(self.population)
         identity = torch.where(self.kinds < count, self.kinds, -1)
         identity = torch.where(self.kinds == LEARNER, count, identity)
         return (identity[..., None] == torch.arange(count + 1, device=identity.device)).float()
 
     def update(self, actions: Tensor, present_before: Tensor, done: Tensor) -> None:
-        """Bayes' rule with the probabilities of the last `action_probs`; new players only where a game ended."""
+        """Bayes' rule with the last `action_probs`; new players only where a game ended"""
         if not self.has_rule_based:
             return
         ended = done[:, None]
@@ -967,20 +915,10 @@ class Seats:
 
 # Pictures
 
-COLOURS = (  # of players
-    *("#d64541", "#3478c8", "#f0b429", "#8255b4"),
-    *("#1ea096", "#eb7832", "#dc5a96", "#5a5a64"),
-)
+COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")
 GRASS = ("#bad58e", "#b0cd82")
 WALL = "#a5a09b"
-INK = {
-    "b": "#6e4623",
-    "B": "#a56e3c",
-    "k": "#281e19",
-    "w": "#f5f0e6",
-    "g": "#a5a09b",
-    "p": "#e19696",
-}
+INK = {"b": "#6e4623", "B": "#a56e3c", "k": "#281e19", "w": "#f5f0e6", "g": "#a5a09b", "p": "#e19696"}
 SPRITES = {  # 12 rows of 12 dots
     "stag": ".b.b....b.b. .bbb....bbb. ..bb....bb.. ...bb..bb... .BB.BBBB.BB. ..BBBBBBBB.. "
     "...BkBBkB... ...BBBBBB... ....BBBB.... ....BBBB.... ....BkkB.... .....BB.....",
@@ -994,7 +932,7 @@ FONT = cache(ImageFont.load_default)
 
 
 def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None) -> str:
-    """The first game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
+    """The first game as text: digits are players, S a stag, h a hare, # a wall"""
     game = one_game(state)
     marks = [str(i) for i in range(config.num_players)] + ["#", "S", "h"]
     shown = seat_planes(config, game).reshape(-1, config.height, config.width)
@@ -1050,14 +988,14 @@ def one_game(state: State) -> State:
 
 def seat_planes(config: StagHuntConfig, game: State) -> np.ndarray:
     """[C, H*W] of `one_game`: players by seat, walls, stags, hares"""
-    cells = game.position + game.prey_position
-    shown = np.array(game.present + game.prey_alive)
-    entities = np.eye(config.num_cells)[cells] * shown[:, None]
-    first_stag = config.num_players
-    first_hare = config.num_players + config.num_stags
-    stags = entities[first_stag:first_hare].sum(0)
-    hares = entities[first_hare:].sum(0)
-    return np.stack([*entities[:first_stag], game.walls, stags, hares])
+    walls = config.num_players
+    planes = np.zeros((config.num_players + 3, config.num_cells))
+    planes[range(walls), game.position] = game.present
+    planes[walls] = game.walls
+    for prey, cell in enumerate(game.prey_position):
+        kind = 1 if prey < config.num_stags else 2
+        planes[walls + kind, cell] += game.prey_alive[prey]
+    return planes
 
 
 def _draw_board(config, planes, values=None, hunting=None):
@@ -1122,21 +1060,15 @@ def render_table(table: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
 def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     images = [Image.fromarray(frame) for frame in frames]
     milliseconds = [round(1000 / fps)] * (len(images) - 1) + [1500]
-    images[0].save(
-        path,
-        save_all=True,
-        append_images=images[1:],
-        duration=milliseconds,
-        loop=0,
-        optimize=True,
-    )
+    shown = {"duration": milliseconds, "loop": 0, "optimize": True}
+    images[0].save(path, save_all=True, append_images=images[1:], **shown)
 
 
 # Wrappers: one game, numpy in and out
 
 
 def integer_below(end: int, value) -> int | None:
-    """`value` as an int if it is an integer from 0 to end - 1, of Python, numpy or torch. True is none."""
+    """`value` as an int if it is an integer from 0 to end - 1 (True is none), else None"""
     is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     if is_bool or getattr(value, "ndim", 0) > 0:
         return None
@@ -1162,27 +1094,18 @@ class StagHuntParallelEnv(ParallelEnv):
     once all agents have left, unless `prosocial`. The rules stand here once more in plain Python, ten
     times faster than torch on a batch of one; a test compares."""
 
-    metadata: ClassVar = {
-        "name": "stag_hunt_v0",
-        "render_modes": list(RENDERERS),
-        "render_fps": 4,
-    }
+    metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": list(RENDERERS), "render_fps": 4}
 
     def __init__(self, config: StagHuntConfig | dict | None = None, render_mode=None, seats=None, **fields):
         config_fields = config if isinstance(config, dict) else vars(config or StagHuntConfig())
         self.config = StagHuntConfig(**{**config_fields, **fields})
         self.seats = seats_table(seats, self.config.num_players)
         self.render_mode = render_mode
-        refuse(
-            "mixed" in self.seats or "switching" in self.seats,
-            "a wrapper seats learners and players that stay the same, not mixed or switching",
-        )
-        refuse(
-            render_mode not in (None, *RENDERERS),
-            f"render_mode {render_mode!r} is none of {list(RENDERERS)}",
-        )
+        changing = "mixed" in self.seats or "switching" in self.seats
+        refuse(changing, "a wrapper seats learners and players that stay the same, not mixed or switching")
+        refuse(render_mode not in (None, *RENDERERS), f"render_mode {render_mode!r} is none of {list(RENDERERS)}")
         self.core = StagHuntEnv(self.config)
-        self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
+        self.core.generator.seed()  # games differ until reset(seed=...)
         self.random = random.Random()
         self.target = self.core.target.tolist()
         self.hunt_action = self.core.hunt_action.tolist()
@@ -1244,25 +1167,21 @@ class StagHuntParallelEnv(ParallelEnv):
         missing = [agent for agent in self.agents if agent not in actions]
         refuse(bool(missing), f"there is no action for {', '.join(missing)}")
         unknown = [short_repr(name) for name in actions if name not in self.seat]
-        refuse(
-            bool(unknown),
-            f"there is no agent {', '.join(unknown)}, only {', '.join(self.agents)}",
-        )
+        refuse(bool(unknown), f"there is no agent {', '.join(unknown)}, only {', '.join(self.agents)}")
         checked = {}
         for agent in self.agents:
             action = integer_below(NUM_ACTIONS, actions[agent])
             if action is None:
                 wrong = short_repr(actions[agent])
-                last = NUM_ACTIONS - 1
-                raise UserError(f"the action of {agent} must be an integer, 0 to {last}, not {wrong}")
+                raise UserError(f"the action of {agent} must be an integer, 0 to {NUM_ACTIONS - 1}, not {wrong}")
             checked[agent] = action
         return checked
 
     def _joint_action(self, actions):  # of all seats
         joint = []
         for i, name in enumerate(self.seats):
-            action = actions[f"player_{i}"] if name == "learner" else self._choose(i, name)
-            joint.append(action)
+            is_agent = name == "learner"
+            joint.append(actions[f"player_{i}"] if is_agent else self._choose(i, name))
         return joint
 
     def _legal(self, i):  # the legal actions of seat i
@@ -1338,12 +1257,12 @@ class StagHuntParallelEnv(ParallelEnv):
         observations = {}
         infos = {}
         for agent, i in self.seat.items():
-            order = [(i + k) % players for k in range(players)]
-            shared = [players, players + 1, players + 2]
+            seen = [(i + k) % players for k in range(players)]
+            seen += [players, players + 1, players + 2]  # walls, stags, hares
             mask = np.zeros(NUM_ACTIONS, np.int8)
             mask[self._legal(i)] = 1
             observations[agent] = {
-                "observation": planes[order + shared].astype(np.uint8),
+                "observation": planes[seen].astype(np.uint8),
                 "action_mask": mask,
                 "time": planes[-1, 0, :1].copy(),
             }
@@ -1351,7 +1270,7 @@ class StagHuntParallelEnv(ParallelEnv):
         return observations, infos
 
     def state(self) -> np.ndarray:
-        """float32 [C + 1, H, W]: the planes in seat order, as seat 0 sees them, and one filled with the clock"""
+        """float32 [C + 1, H, W]: the planes as seat 0 sees them, and one filled with the clock"""
         refuse(self.game is None, "no game has begun: call reset first")
         clock = np.full(self.config.num_cells, self.game.time / self.config.final_time)
         planes = [*seat_planes(self.config, self.game), clock]
@@ -1359,10 +1278,9 @@ class StagHuntParallelEnv(ParallelEnv):
 
     def render(self):
         refuse(self.game is None, "no game has begun: call reset first")
-        if self.render_mode is None:
-            return None
-        returns = torch.tensor([self.returns])
-        return RENDERERS[self.render_mode](self.config, self._batch(), returns)
+        if self.render_mode is not None:
+            draw = RENDERERS[self.render_mode]
+            return draw(self.config, self._batch(), torch.tensor([self.returns]))
 
     def _batch(self):  # State, B = 1
         fields = zip(self.game, self.core.state, strict=True)
@@ -1432,18 +1350,11 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
         else:
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
-    boxes = tyro.cli(
-        boxes_type,
-        args=words,
-        default=boxes_type(*defaults),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    flat = (tyro.conf.OmitArgPrefixes,)
+    boxes = tyro.cli(boxes_type, args=words, default=boxes_type(*defaults), config=flat)
     values = {}
     for box in vars(boxes).values():
-        if isinstance(box, StagHuntConfig):
-            values["config"] = box
-        else:
-            values.update(vars(box))
+        values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
     return args_type(**values)
 
 
@@ -1459,14 +1370,12 @@ def free_memory(device: torch.device) -> float:
 
 
 def check_memory(needs: dict[str, int], device: torch.device) -> None:
-    """needs: flags -> bytes that they ask for, roughly. Linux would kill a process that asks for more than there is."""
+    """needs: flags -> bytes, roughly. Linux kills a process that asks for more than there is."""
     free = free_memory(device)
     total = sum(needs.values())
     largest = max(needs, key=needs.get)
-    refuse(
-        total > free,
-        f"too large for the memory: about {total / 1e9:.3g} GB of {free / 1e9:.3g} GB, most of it for {largest}",
-    )
+    about = f"about {total / 1e9:.3g} GB of {free / 1e9:.3g} GB"
+    refuse(total > free, f"too large for the memory: {about}, most of it for {largest}")
 
 
 def find_checkpoint(path: str | Path, flag: str = "") -> Path:
@@ -1512,11 +1421,8 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
             _exit("stopped", 130)  # in an import that torch puts off
         if not _is_out_of_memory(error):
             raise
-        _exit(
-            "error: too large for this machine's memory; lower --num-envs, --num-steps, --num-seeds, "
-            "the number of samples or trees, the widths or the board",
-            2,
-        )
+        what = "lower --num-envs, --num-steps, --num-seeds, the number of samples or trees, the widths or the board"
+        _exit(f"error: too large for this machine's memory; {what}", 2)
 
 
 def _exit(message, code) -> NoReturn:
@@ -1532,13 +1438,9 @@ def _read_flags(parse_args):
             return parse_args(sys.argv[1:])
     except SystemExit as stop:
         if stop.code:
-            inside = []
-            for line in printed.getvalue().splitlines()[1:]:
-                text = line.strip("│ ")
-                if text.startswith(("─", "╰")):
-                    break
-                inside.append(text)
-            print("error:", *inside, file=sys.stderr)
+            box = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+            wrong = itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box)
+            print("error:", *wrong, file=sys.stderr)
         raise
 
 
