@@ -762,8 +762,8 @@ class Seats:
         self._table = self._probs = None  # what the last `action_probs` computed
 
     def _number_learners(self, tables):
-        is_learner = [[name == "learner" for name in table] for table in tables]
-        learns = torch.tensor(is_learner, device=self.env.device)  # [S, N]
+        learns = [[name == "learner" for name in table] for table in tables]
+        learns = torch.tensor(learns, device=self.env.device)  # [S, N]
         learners = learns.sum(1).tolist()
         differ = self.share_parameters and len(set(learners)) > 1
         refuse(differ, f"--share-parameters needs as many learners in each table, not {learners}")
@@ -950,9 +950,8 @@ def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = N
 
 
 def render_rgb(config, state: State, returns=None, names=None, hunting=None) -> np.ndarray:
-    """The first game as a picture, uint8 [height, width, 3]: the board, below it the clock and each
-    player's return. `names` [N] stand beside the returns. `hunting` [N], actions: who hunts in this
-    step gets a ring."""
+    """The first game as a picture, uint8 [height, width, 3]: the board, the clock, each player's name
+    and return. `hunting` [N], actions: who hunts in this step gets a ring."""
     players = config.num_players
     board = _draw_board(config, seat_planes(config, one_game(state)), hunting=hunting)
     size = max(board.width, 320), board.height + LINE * (1 + players)
@@ -971,13 +970,10 @@ def render_rgb(config, state: State, returns=None, names=None, hunting=None) -> 
 
 
 def render_planes(config: StagHuntConfig, planes, values=None) -> np.ndarray:
-    """Planes [C, H, W] of one observation as a picture, uint8 [height, width, 3]; digits are places
-    in the ego order. What is neither 0 nor 1 in `values` (default: the planes), such as a
-    probability, is written beside its mark."""
+    """Planes [C, H, W] of one observation as a picture, uint8 [height, width, 3]. What is neither 0
+    nor 1 in `values` (default: the planes), such as a probability, is written beside its mark."""
     planes = np.asarray(planes, np.float32).reshape(config.num_players + 3, -1)
-    if values is None:
-        values = planes
-    values = np.asarray(values, np.float32).reshape(planes.shape)
+    values = planes if values is None else np.asarray(values, np.float32).reshape(planes.shape)
     return np.array(_draw_board(config, np.maximum(planes, values), values))
 
 
@@ -1147,8 +1143,7 @@ class StagHuntParallelEnv(ParallelEnv):
             if len(party) >= needed:
                 self._catch(prey, party, rewards)
         if self.config.prosocial:
-            mean = sum(rewards) / len(rewards)
-            rewards = [mean] * len(rewards)
+            rewards = [sum(rewards) / len(rewards)] * len(rewards)
         for i, reward in enumerate(rewards):
             self.returns[i] += reward
 
@@ -1180,8 +1175,8 @@ class StagHuntParallelEnv(ParallelEnv):
     def _joint_action(self, actions):  # of all seats
         joint = []
         for i, name in enumerate(self.seats):
-            is_agent = name == "learner"
-            joint.append(actions[f"player_{i}"] if is_agent else self._choose(i, name))
+            action = actions[f"player_{i}"] if name == "learner" else self._choose(i, name)
+            joint.append(action)
         return joint
 
     def _legal(self, i):  # the legal actions of seat i
@@ -1190,8 +1185,7 @@ class StagHuntParallelEnv(ParallelEnv):
             return [STAY]
         here = game.position[i]
         legal = []
-        for action in range(STAY):
-            target = self.target[here][action]
+        for action, target in enumerate(self.target[here][:STAY]):
             if target != here and not game.walls[target]:
                 legal.append(action)
         legal.append(STAY)
@@ -1229,12 +1223,11 @@ class StagHuntParallelEnv(ParallelEnv):
 
     def _is_over(self):
         game = self.game
-        config = self.config
-        counts = range(len(self.seats)) if config.prosocial else self.seat.values()
-        everybody_left = not any(game.present[i] for i in counts)
-        limit = config.steps_after_first_hunt
+        players = range(len(self.seats)) if self.config.prosocial else self.seat.values()
+        everybody_left = not any(game.present[i] for i in players)
+        limit = self.config.steps_after_first_hunt
         late = limit is not None and 0 <= game.first_hunt <= game.time - limit
-        return game.time >= config.final_time or everybody_left or late
+        return game.time >= self.config.final_time or everybody_left or late
 
     def _choose(self, i, name):  # the action of a rule-based player in seat i
         legal = self._legal(i)
@@ -1340,8 +1333,7 @@ def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
 
 def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
-    --help and the dataclass it shows: one of which args_type is made, or StagHuntConfig for its field
-    `config`."""
+    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`."""
     boxes_type = dataclasses.make_dataclass("Flags", groups.items())
     defaults = []
     for group in groups.values():
