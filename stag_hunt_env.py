@@ -1372,8 +1372,8 @@ def check_memory(needs: dict[str, int], device: torch.device) -> None:
 
 def find_checkpoint(path: str | Path, flag: str = "") -> Path:
     """A checkpoint, or that of a run folder, which may be any seed's"""
+    start = f"{flag} {path}".strip()  # as it was given
     path = Path(path)
-    start = f"{flag} {path}".strip()
     if path.is_dir():
         flags = path / "args.json"
         refuse(not flags.is_file(), f"{start} is no run folder: it has no args.json")
