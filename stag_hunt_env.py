@@ -1,30 +1,32 @@
-"""Stag Hunt: hunters on a grid choose between a stag that takes two and a hare that takes one. Batched.
+"""Stag Hunt: hunters on a grid choose between a stag that takes two and a hare that takes one.
 
     python stag_hunt_env.py [--gif FILE]    # watch a game in the terminal (and write it to a GIF)
 
-Hunters (seats), stags and hares stand on a `height` x `width` board. Prey do not move, hunters do not block each other,
-and all act at the same moment. An illegal action acts as stay.
+Hunters (seats), stags and hares stand on a `height` x `width` board. Prey do not move, hunters
+do not block each other, and all act at the same moment. An illegal action acts as stay.
 
 * 0 to 3, up, down, left, right: to the next cell, if it has no wall.
 * 4, stay: always legal, and all that is legal for those who left.
 * 5, hunt stag, on the cell of a living stag: 2 or more get `stag_reward` and leave with the stag.
 * 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
-A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that a player begins on
-the board. `prosocial` gives every player, also those who left, the mean reward of all. The game ends when everyone has
-left, at `final_time`, or `steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these
-is a true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4 cells are laid,
-straight or L-shaped; one that would overlap, cut the free cells in two or leave too little room is left out.
+A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that
+a player begins on the board. `prosocial` gives every player, also those who left, the mean reward
+of all. The game ends when everyone has left, at `final_time`, or `steps_after_first_hunt` steps
+after the first catch. Players see the clock, so each of these is a true end: never bootstrap from
+the state after it. At reset up to `max_wall_pieces` walls of 3 or 4 cells are laid, straight or
+L-shaped; one that would overlap, cut the free cells in two or leave too little room is left out.
 
-A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of zeros and ones, in
-its **ego order**: plane k < num_players shows player i seat (i + k) mod num_players, until that player leaves. Walls,
-living stags and living hares follow.
+A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of
+zeros and ones, in its **ego order**: plane k < num_players shows player i seat (i + k) mod
+num_players, until that player leaves. Walls, living stags and living hares follow.
 
-Rule-based players are `random` (uniform over the legal actions); `nearest_stag` and `nearest_hare` (a shortest path to
-such prey, then hunts it); `first_stag` and `last_stag` (the same with the living stag of the lowest or highest cell
-number). Strangers belong to no population that learners train with: `noisy_stag` and `noisy_hare` (one action in five
-as `random`); `waiting` (walks to the nearest stag and stays there); `switching` (`nearest_stag` in one game,
-`nearest_hare` in the next). With no such prey left they act as `random`; `waiting` stays.
+Rule-based players are `random` (uniform over the legal actions); `nearest_stag` and `nearest_hare`
+(a shortest path to such prey, then hunts it); `first_stag` and `last_stag` (the same with the
+living stag of the lowest or highest cell number). Strangers belong to no population that learners
+train with: `noisy_stag` and `noisy_hare` (one action in five as `random`); `waiting` (walks to the
+nearest stag and stays there); `switching` (`nearest_stag` in one game, `nearest_hare` in the next).
+With no such prey left they act as `random`; `waiting` stays.
 """
 
 import argparse
@@ -42,18 +44,16 @@ import re
 import reprlib
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
-# Before `import torch`: its threads wait for each other by spinning, so beside any other busy program they stand in
-# their own way. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this 17 s; one alone 10 s,
-# with this 15 s. On two ARM cores: alone 15 and 16 s; side by side it helps less, OMP_NUM_THREADS=1 does. (Read by
-# GNU's OpenMP, that of torch on Linux.)
+# Before `import torch`: its threads wait for each other by spinning, and so slow down every other
+# busy program. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this
+# 17 s; one alone 10 s, with this 15 s. (Read by GNU's OpenMP, that of torch on Linux.)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
@@ -83,13 +83,15 @@ NUM_ACTIONS = 7
 FAR = 1 << 20  # a distance that no board has: there is no such prey
 ALL_SEATS = slice(None)
 
-MOST, LEAST = 1e38, math.ulp(0.0)  # torch counts in float32
+MOST = 1e38  # torch counts in float32
+LEAST = math.ulp(0.0)
 Reward = Annotated[float, ("-1e6 to 1e6", -1e6, 1e6)]
 Positive = Annotated[float, ("> 0", LEAST, MOST)]
 NonNegative = Annotated[float, (">= 0", 0, MOST)]
 Fraction = Annotated[float, ("0 to 1", 0, 1)]
 Count = Annotated[int, (">= 1", 1, 10**15)]
 Whole = Annotated[int, (">= 0", 0, 10**15)]
+Names = str | list[str] | tuple[str, ...]  # "a,b" or ["a", "b"]
 
 
 class UserError(ValueError):
@@ -102,14 +104,16 @@ def refuse(wrong: bool, message: str) -> None:
 
 
 def check_ranges(args) -> None:
-    """Refuses the first field of a dataclass whose value is outside the range that its type names; NaN and inf too."""
+    """Refuses the first field whose value is outside the range that its type names; also NaN and inf"""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         for part in (hint, *get_args(hint)):  # in `Count | None` the range hides inside the union
-            for text, low, high in getattr(part, "__metadata__", ()):
-                outside = value is not None and not low <= value <= high
-                wanted = f"at most {high:g}" if text.startswith(">") and outside and high < value < math.inf else text
-                refuse(outside, f"--{name.replace('_', '-')} must be {wanted}, not {value}")
+            for wanted, low, high in getattr(part, "__metadata__", ()):
+                if value is None or low <= value <= high:
+                    continue
+                if wanted.startswith(">") and high < value < math.inf:
+                    wanted = f"at most {high:g}"
+                raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +135,16 @@ class StagHuntConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        needed = self.num_prey + self.num_players
-        strengths = (1,) * self.num_players if self.strengths is None else self.strengths
-        walls, board = self.max_wall_pieces, f"--height {self.height} --width {self.width}"
-        fits = len(strengths) == self.num_players and all(1e-6 <= strength <= 1e6 for strength in strengths)
-        refuse(needed > self.num_cells, f"{board}: too little room: {needed} prey and players, {self.num_cells} cells")
-        refuse(not fits, f"--strengths must be {self.num_players} numbers from 1e-6 to 1e6, one per seat: {strengths}")
-        refuse(walls > self.num_cells, f"--max-wall-pieces {walls} is more than the board has cells, {self.num_cells}")
+        cells = self.num_cells
+        players = self.num_players
+        walls = self.max_wall_pieces
+        strengths = self.seat_strengths
+        needed = self.num_prey + players
+        board = f"--height {self.height} --width {self.width}"
+        fits = len(strengths) == players and all(1e-6 <= x <= 1e6 for x in strengths)
+        refuse(needed > cells, f"{board}: too little room: {needed} prey and players, {cells} cells")
+        refuse(not fits, f"--strengths must be {players} numbers from 1e-6 to 1e6, one per seat: {strengths}")
+        refuse(walls > cells, f"--max-wall-pieces {walls} is more than the board has cells, {cells}")
 
     @property
     def num_prey(self) -> int:
@@ -157,29 +164,43 @@ class StagHuntConfig:
         return self.num_players + 3, self.height, self.width
 
     @property
+    def seat_strengths(self) -> tuple[float, ...]:
+        return (1.0,) * self.num_players if self.strengths is None else self.strengths
+
+    @property
     def setting(self) -> str:
-        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4."""
+        """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4"""
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
         return f"{self.height}x{self.width}_{self.num_players}h{self.num_stags}s{hares}"
 
     @cache  # noqa: B019, a run has one config
     def payoffs(self) -> dict[float, str]:
-        """Every reward that a player on the board can get in one step -> what paid it: none, hare or stag."""
-        n, stag, hare, step = self.num_players, self.stag_reward, self.hare_reward, self.time_reward
-        if self.prosocial:
-            found = []
-            counts = itertools.product(range(self.num_stags + 1), range(self.num_hares + 1), range(1, n + 1))
-            for stags, hares, active in counts:
-                paid = "stag" if stags else "hare" if hares else "none"
-                found.append(((stags * stag + hares * hare + active * step) / n, paid))
-        else:
-            strengths = self.strengths or (1.0,) * n
-            parties = [party for size in range(1, n + 1) for party in itertools.combinations(strengths, size)]
-            shares = [(own / sum(party), len(party)) for party in parties for own in party]
-            found = [(step, "none")]
-            found += [(share * hare + step, "hare") for share, _ in shares if self.num_hares]
-            found += [(share * stag + step, "stag") for share, size in shares if self.num_stags and size > 1]
-        return {float(np.float32(reward)): paid for reward, paid in reversed(found)}  # of equal rewards the first
+        """Every reward that a player on the board can get in one step -> none, hare or stag paid it"""
+        payoffs = self._prosocial_payoffs() if self.prosocial else self._party_payoffs()
+        payoffs.reverse()  # of equal rewards the first counts
+        return {float(np.float32(reward)): paid for reward, paid in payoffs}
+
+    def _prosocial_payoffs(self):
+        payoffs = []
+        ranges = range(self.num_stags + 1), range(self.num_hares + 1), range(1, self.num_players + 1)
+        for stags, hares, active in itertools.product(*ranges):
+            total = stags * self.stag_reward + hares * self.hare_reward + active * self.time_reward
+            paid = "stag" if stags else "hare" if hares else "none"
+            payoffs.append((total / self.num_players, paid))
+        return payoffs
+
+    def _party_payoffs(self):
+        hares = []
+        stags = []
+        for size in range(1, self.num_players + 1):
+            for party in itertools.combinations(self.seat_strengths, size):
+                for strength in party:
+                    share = strength / sum(party)
+                    if self.num_hares:
+                        hares.append((share * self.hare_reward + self.time_reward, "hare"))
+                    if self.num_stags and size > 1:
+                        stags.append((share * self.stag_reward + self.time_reward, "stag"))
+        return [(self.time_reward, "none"), *hares, *stags]
 
 
 class State(NamedTuple):
@@ -195,57 +216,91 @@ class State(NamedTuple):
 
 
 class StagHuntEnv:
-    """`num_envs` games on one device. `initial_state`, `transition`, `observe`, ... are functions of a state. `step`
-    plays on from `state`, in place: a game that ends is replaced at once, and leaves `final_state`, `final_return` and
-    `final_prey` [B, N] and `final_length` [B] until the next one ends there. To keep a state, take `copy_state`. `step`
-    can be captured in a CUDA graph (register `generator` with it); `compile=True` fuses it with torch.compile."""
+    """`num_envs` games on one device. `initial_state`, `transition`, `observe`, ... are functions of
+    a state. `step` plays on from `state`, in place: a game that ends is replaced at once, and leaves
+    `final_state`, `final_return` and `final_prey` [B, N] and `final_length` [B] until the next one
+    ends there. To keep a state, take `copy_state`. `step` can be captured in a CUDA graph (register
+    `generator` with it); `compile=True` fuses it with torch.compile."""
 
     def __init__(self, config: StagHuntConfig | None = None, num_envs=1, device="cpu", seed=0, compile=False):
         refuse(num_envs < 1, f"num_envs must be >= 1, not {num_envs}")
-        self.config = config = config or StagHuntConfig()
-        self.device, self.num_envs = resolve_device(device), num_envs
+        self.config = config or StagHuntConfig()
+        self.device = resolve_device(device)
+        self.num_envs = num_envs
         self.generator = torch.Generator(self.device)
-        height, width, n, cells = config.height, config.width, config.num_players, config.num_cells
-        tensor = partial(torch.tensor, device=self.device)
-        row, column = np.divmod(np.arange(cells), width)
-        moves = np.stack([row > 0, row < height - 1, column > 0, column < width - 1, *[row < 0] * 3], 1)
-        self.possible = tensor(moves)  # [H*W, 7] moves that stay on the board
-        self.target = tensor(np.arange(cells)[:, None] + moves * [-width, width, -1, 1, 0, 0, 0])  # where they lead
-        self.manhattan = tensor(abs(row[:, None] - row) + abs(column[:, None] - column), dtype=torch.int32)
-        self.is_stay = tensor([action == STAY for action in range(NUM_ACTIONS)])
-        self.hunt = tensor([-1] * 5 + [HUNT_STAG, HUNT_HARE])
-        seat = np.arange(n)
-        self.ego = tensor((seat[:, None] + seat) % n)  # [observer, k] -> seat
-        self.unego = tensor((seat - seat[:, None]) % n)  # [observer, seat] -> k
-        self.word = torch.int64 if cells % 8 == 0 else torch.uint8  # planes are moved in words of 8 cells if possible
-        self.one_hot = tensor(np.eye(cells + 1, cells, dtype=np.uint8)).view(self.word)  # last row: not on the board
-        self.hunt_action = tensor([HUNT_STAG] * config.num_stags + [HUNT_HARE] * config.num_hares, dtype=torch.int64)
-        self.party_needed = 1 + (self.hunt_action == HUNT_STAG).long()  # [P]
-        self.prey_value = torch.where(self.party_needed > 1, config.stag_reward, config.hare_reward)  # [P]
-        self.strengths = tensor(config.strengths or [1.0] * n, dtype=torch.float32)[:, None]  # [N, 1]
-        if config.max_wall_pieces:
-            self.pieces = tensor(wall_placements(height, width))  # [placements, H*W]
-            # The longest shortest path: straight across, and around each piece (one of 4 has a rim of 14 cells).
-            self.longest_path = min(cells - 1, height + width - 2 + 14 * config.max_wall_pieces)
-        # The next game of each place is dealt in advance, half of them anew at each step, in turn. Nobody starts on
-        # prey, so a game lasts 2 steps or more (unless final_time is 1), and no deal is played twice.
-        self.deals_per_step = math.ceil(num_envs / min(2, config.final_time))
-        self._numbers = [config.max_wall_pieces, config.num_prey + n, n * config.permute_ids]  # random, of one deal
-        self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
+        self._make_tables()
+        self._prepare_deals()
         if compile:
-            self._advance, self._refill = (torch.compile(f, dynamic=False) for f in (self._advance, self._refill))
-        self.state, self.final_state, self._next = (self.initial_state() for _ in range(3))
+            self._advance = torch.compile(self._advance, dynamic=False)
+            self._refill = torch.compile(self._refill, dynamic=False)
+        self.state = self.initial_state()
+        self.final_state = self.initial_state()
         self.final_length = self.final_state.time
-        self.episode_return, self.final_return = (torch.zeros(num_envs, n, device=self.device) for _ in range(2))
-        self._dealt = tensor(0)  # the place whose next game is dealt anew first
+        self.episode_return = torch.zeros(num_envs, self.config.num_players, device=self.device)
+        self.final_return = torch.zeros_like(self.episode_return)
+        self._next = self.initial_state()
+        self._dealt = torch.tensor(0, device=self.device)  # whose next game is dealt anew first
         self.reset(seed)
 
+    def _make_tables(self):
+        """What the board, the seats and the prey say once and for all"""
+        config = self.config
+        tensor = partial(torch.tensor, device=self.device)
+
+        cell = np.arange(config.num_cells)
+        row, column = np.divmod(cell, config.width)
+        possible = np.zeros((config.num_cells, NUM_ACTIONS), bool)
+        possible[:, UP] = row > 0
+        possible[:, DOWN] = row < config.height - 1
+        possible[:, LEFT] = column > 0
+        possible[:, RIGHT] = column < config.width - 1
+        offset = [-config.width, config.width, -1, 1, 0, 0, 0]
+        distance = abs(row[:, None] - row) + abs(column[:, None] - column)
+        self.possible = tensor(possible)  # [H*W, 7] moves that stay on the board
+        self.target = tensor(cell[:, None] + possible * offset)  # [H*W, 7] where they lead
+        self.manhattan = tensor(distance, dtype=torch.int32)  # [H*W, H*W]
+        self.is_stay = tensor([action == STAY for action in range(NUM_ACTIONS)])
+        self.hunt = tensor([-1] * 5 + [HUNT_STAG, HUNT_HARE])
+
+        seat = np.arange(config.num_players)
+        self.ego = tensor((seat[:, None] + seat) % config.num_players)  # [observer, k] -> seat
+        self.unego = tensor((seat - seat[:, None]) % config.num_players)  # [observer, seat] -> k
+        self.strengths = tensor(config.seat_strengths, dtype=torch.float32)[:, None]  # [N, 1]
+
+        # Planes are moved in words of 8 cells if possible. The last row: not on the board.
+        self.word = torch.int64 if config.num_cells % 8 == 0 else torch.uint8
+        one_hot = np.eye(config.num_cells + 1, config.num_cells, dtype=np.uint8)
+        self.one_hot = tensor(one_hot).view(self.word)
+
+        hunt_action = [HUNT_STAG] * config.num_stags + [HUNT_HARE] * config.num_hares
+        self.hunt_action = tensor(hunt_action, dtype=torch.int64)  # [P]
+        is_stag = self.hunt_action == HUNT_STAG
+        self.party_needed = 1 + is_stag.long()  # [P]
+        self.prey_value = torch.where(is_stag, config.stag_reward, config.hare_reward)  # [P]
+
+    def _prepare_deals(self):
+        config = self.config
+        if config.max_wall_pieces:
+            pieces = wall_placements(config.height, config.width)
+            self.pieces = torch.tensor(pieces, device=self.device)  # [placements, H*W]
+            # Straight across, and around each piece (one of 4 has a rim of 14 cells)
+            longest = config.height + config.width - 2 + 14 * config.max_wall_pieces
+            self.longest_path = min(config.num_cells - 1, longest)
+        entities = config.num_prey + config.num_players
+        order = config.num_players * config.permute_ids
+        self._numbers = [config.max_wall_pieces, entities, order]  # random, of one deal
+        # The next game of each place is dealt in advance, half of them anew at each step, in turn.
+        # Nobody starts on prey, so a game lasts 2 steps or more (unless final_time is 1), and no
+        # deal is played twice.
+        self.deals_per_step = math.ceil(self.num_envs / min(2, config.final_time))
+        self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
+
     def seats_to_ego(self, x: Tensor) -> Tensor:
-        """[B, N, ...] about seats -> [B, N observers, N, ...]: entry (i, k) is about seat (i + k) mod N."""
+        """[B, N, ...] about seats -> [B, N observers, N, ...]: entry (i, k) is about seat (i + k) mod N"""
         return x[:, self.ego]
 
     def ego_to_seats(self, x: Tensor) -> Tensor:
-        """[B, N observers, N, ...] in ego order -> seat order: entry (i, j) is what observer i holds about seat j."""
+        """[B, N observers, N, ...] in ego order -> entry (i, j) is what observer i holds about seat j"""
         return x[:, self.ego[:, :1], self.unego]
 
     def initial_state(self, num_games: int | None = None) -> State:
@@ -256,123 +311,164 @@ class StagHuntEnv:
         return torch.rand(games, sum(self._numbers), generator=self.generator, device=self.device)
 
     def _deal(self, uniform):
-        config, games = self.config, len(uniform)
-        for_pieces, for_cells, for_seats = uniform.split(self._numbers, 1)
-        walls = torch.zeros(games, config.num_cells, dtype=torch.bool, device=self.device)
-        for k in range(config.max_wall_pieces):
-            piece = self.pieces[(for_pieces[:, k] * len(self.pieces)).long()]
-            candidate = walls | piece
-            free = ~candidate
-            reached = free & (free.cumsum(1) == 1)  # from the first free cell
-            for _ in range(self.longest_path):
-                reached = free & (reached | reached[:, self.target[:, :4]].any(2))
-            room = free.sum(1) >= for_cells.shape[1]
-            fits = ~(walls & piece).any(1) & room & (reached == free).all(1)
-            walls = torch.where(fits[:, None], candidate, walls)
-        if config.max_wall_pieces:  # the numbers are places among the free cells
-            below = (~walls).cumsum(1)
-            place = _distinct(for_cells, below[:, -1:])
-            cells = (below[:, None] <= place[..., None]).sum(2, dtype=torch.int32)
+        config = self.config
+        for_walls, for_cells, for_seats = uniform.split(self._numbers, 1)
+        walls = self._lay_walls(for_walls)
+        if config.max_wall_pieces:
+            free_so_far = (~walls).cumsum(1)
+            place = _distinct(for_cells, free_so_far[:, -1:])  # among the free cells
+            cells = (free_so_far[:, None] <= place[..., None]).sum(2, dtype=torch.int32)
         else:
             cells = _distinct(for_cells, config.num_cells)
-        prey_position, position = (x.contiguous() for x in cells.split([config.num_prey, config.num_players], 1))
+        prey_position = cells[:, : config.num_prey].contiguous()
+        position = cells[:, config.num_prey :].contiguous()
         if config.permute_ids:
             position = position.gather(1, _distinct(for_seats, config.num_players).long())
-        present, prey_alive = (torch.ones_like(x, dtype=torch.bool) for x in (position, prey_position))
-        clock = torch.zeros(games, dtype=torch.int32, device=self.device)
-        return State(position, present, prey_position, prey_alive, walls.to(torch.uint8), clock, clock - 1)
+        clock = torch.zeros(len(uniform), dtype=torch.int32, device=self.device)
+        return State(
+            position=position,
+            present=torch.ones_like(position, dtype=torch.bool),
+            prey_position=prey_position,
+            prey_alive=torch.ones_like(prey_position, dtype=torch.bool),
+            walls=walls.to(torch.uint8),
+            time=clock,
+            first_hunt=clock - 1,
+        )
+
+    def _lay_walls(self, uniform):  # [B, pieces] -> bool [B, H*W]
+        config = self.config
+        walls = torch.zeros(len(uniform), config.num_cells, dtype=torch.bool, device=self.device)
+        for k in range(config.max_wall_pieces):
+            piece = self.pieces[(uniform[:, k] * len(self.pieces)).long()]
+            free = ~(walls | piece)
+            reached = free & (free.cumsum(1) == 1)  # from the first free cell
+            for _ in range(self.longest_path):
+                beside = reached[:, self.target[:, :4]].any(2)
+                reached = free & (reached | beside)
+            apart = ~(walls & piece).any(1)
+            room = free.sum(1) >= config.num_prey + config.num_players
+            fits = apart & room & (reached == free).all(1)
+            walls = torch.where(fits[:, None], ~free, walls)
+        return walls
 
     def legal_actions(self, state: State) -> Tensor:
         """bool [B, N, 7]"""
         target = self.target[state.position]  # [B, N, 7]
         free = state.walls.gather(1, target.flatten(1)).view(target.shape) == 0
         move = self.possible[state.position] & free & state.present[..., None]
-        prey = (self._on_prey(state) * self.hunt_action).sum(2)  # 0, or how to hunt what stands on the cell
-        return move | self.is_stay | (self.hunt == prey[..., None])
+        hunt = (self._on_prey(state) * self.hunt_action).sum(2)  # of what stands on the cell; or 0
+        return move | self.is_stay | (self.hunt == hunt[..., None])
 
     def _on_prey(self, state):  # [B, N, P]
         here = state.position[..., None] == state.prey_position[:, None]
         return here & state.prey_alive[:, None] & state.present[..., None]
 
     def transition(self, state: State, actions: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
-        """actions int [B, N] -> next state, reward [B, N], present_before [B, N] (acted in this step), done [B]. No
-        reset: a game that has ended stays as it is, with reward 0. Walls and the prey's places are shared with `state`.
-        Wrong actions raise ValueError, but values on a GPU are not read back: there, one outside 0..6 acts as stay."""
+        """actions int [B, N] -> next state, reward [B, N], present_before [B, N] (acted in this step),
+        done [B]. No reset: a game that has ended stays as it is, with reward 0. Walls and the prey's
+        places are shared with `state`. Wrong actions raise ValueError, but values on a GPU are not
+        read back: there, one outside 0..6 acts as stay."""
         self._check_actions(actions, state)
         return self._transition(state, actions)
 
     def _transition(self, state, actions):
-        config = self.config
         ended = self.game_over(state)
         active = state.present & ~ended[:, None]
-        actions = torch.where(active & (actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).long()
+        known = (actions >= 0) & (actions < NUM_ACTIONS)
+        actions = torch.where(active & known, actions, STAY).long()
+
         target = self.target[state.position, actions]
-        position = torch.where(state.walls.gather(1, target) == 0, target, state.position).to(torch.int32)
+        free = state.walls.gather(1, target) == 0
+        position = torch.where(free, target, state.position)
+
         hunting = self._on_prey(state) & (actions[..., None] == self.hunt_action)  # [B, N, P]
         caught = hunting.sum(1) >= self.party_needed  # [B, P]
-        success = hunting & caught[:, None]
-        if config.prosocial:
-            earned = (caught * self.prey_value).sum(1) + active.sum(1) * config.time_reward
-            reward = (earned / config.num_players)[:, None].repeat(1, config.num_players)
-        else:
-            party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
-            share = success * (self.strengths * self.prey_value) / torch.where(party > 0, party, 1.0)
-            reward = share.sum(2) + active * config.time_reward
-        present, alive = state.present & ~success.any(2), state.prey_alive & ~caught
+        success = hunting & caught[:, None]  # [B, N, P]
+        reward = self._reward(active, hunting, caught, success)
+
         clock = state.time + (~ended).to(torch.int32)
-        first_hunt = torch.where(caught.any(1) & (state.first_hunt < 0), clock, state.first_hunt)
-        state = State(position, present, state.prey_position, alive, state.walls, clock, first_hunt)
-        return state, reward, active, self.game_over(state)
+        is_first = caught.any(1) & (state.first_hunt < 0)
+        next_state = State(
+            position=position.to(torch.int32),
+            present=state.present & ~success.any(2),
+            prey_position=state.prey_position,
+            prey_alive=state.prey_alive & ~caught,
+            walls=state.walls,
+            time=clock,
+            first_hunt=torch.where(is_first, clock, state.first_hunt),
+        )
+        return next_state, reward, active, self.game_over(next_state)
+
+    def _reward(self, active, hunting, caught, success):  # [B, N]
+        config = self.config
+        if config.prosocial:
+            for_prey = (caught * self.prey_value).sum(1)
+            total = for_prey + active.sum(1) * config.time_reward
+            return (total / config.num_players)[:, None].repeat(1, config.num_players)
+        party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
+        party = torch.where(party > 0, party, 1.0)
+        share = success * (self.strengths * self.prey_value) / party
+        return share.sum(2) + active * config.time_reward
 
     def game_over(self, state: State) -> Tensor:
         """bool [B]"""
         over = ~state.present.any(1) | (state.time >= self.config.final_time)
-        if self.config.steps_after_first_hunt is not None:
-            over |= (state.first_hunt >= 0) & (state.time - state.first_hunt >= self.config.steps_after_first_hunt)
+        limit = self.config.steps_after_first_hunt
+        if limit is not None:
+            over |= (state.first_hunt >= 0) & (state.time - state.first_hunt >= limit)
         return over
 
     def observe(self, state: State) -> Tensor:
         """uint8 [B, N, C, H, W]: each player's planes in its ego order"""
-        return self._planes(state).view(torch.uint8).unflatten(-1, self.config.observation_shape[1:])
-
-    def _planes(self, state):  # [B, N, C, words]
-        config, nowhere = self.config, self.config.num_cells
-        players = torch.where(state.present, state.position, nowhere)
-        prey = self.one_hot[torch.where(state.prey_alive, state.prey_position, nowhere)]  # [B, P, words]
-        stags, hares = (x.sum(1, dtype=self.word) for x in prey.split([config.num_stags, config.num_hares], 1))
+        config = self.config
+        player_cells, prey_cells = self._shown_cells(state)
+        players = self.one_hot[self.seats_to_ego(player_cells)]  # [B, N, N, words]
+        prey = self.one_hot[prey_cells]  # [B, P, words]
+        stags = prey[:, : config.num_stags].sum(1, dtype=self.word)
+        hares = prey[:, config.num_stags :].sum(1, dtype=self.word)
         shared = torch.stack([state.walls.view(self.word), stags, hares], 1)[:, None]
-        everybody = self.one_hot[self.seats_to_ego(players)]  # [B, N, N, words]
-        return torch.cat([everybody, shared.expand(-1, config.num_players, -1, -1)], 2)
+        planes = torch.cat([players, shared.expand(-1, config.num_players, -1, -1)], 2)
+        return planes.view(torch.uint8).unflatten(-1, (config.height, config.width))
 
     def cells(self, state: State) -> Tensor:
-        """uint8 [B, N, N + P]: in each player's ego order the cell of everybody, then of each prey; H*W: not there"""
-        nowhere = self.config.num_cells
-        players = torch.where(state.present, state.position, nowhere)
-        prey = torch.where(state.prey_alive, state.prey_position, nowhere)
+        """uint8 [B, N, N + P]: in each player's ego order the cell of everybody, then of each prey;
+        H*W: not there"""
+        players, prey = self._shown_cells(state)
         prey = prey[:, None].expand(-1, self.config.num_players, -1)
         return torch.cat([self.seats_to_ego(players), prey], 2).to(torch.uint8)
+
+    def _shown_cells(self, state):  # [B, N], [B, P]; H*W: not there
+        players = torch.where(state.present, state.position, self.config.num_cells)
+        prey = torch.where(state.prey_alive, state.prey_position, self.config.num_cells)
+        return players, prey
 
     def clock(self, state: State) -> Tensor:
         """float [B]: the share of the game's time that has passed"""
         return state.time / self.config.final_time
 
     def distance_to_prey(self, state: State, hunt_action: int, bound: str | None = None) -> Tensor:
-        """int32 [B, H*W]: steps from each cell to the nearest living prey of that kind, around walls; FAR if there is
-        none. `bound`: only the "first" or the "last" of them counts, by cell number."""
+        """int32 [B, H*W]: steps from each cell to the nearest living prey of that kind, around walls;
+        FAR if there is none. `bound`: only the "first" or the "last" of them counts, by cell number."""
         stags = self.config.num_stags
         kind = slice(0, stags) if hunt_action == HUNT_STAG else slice(stags, None)
-        prey, counts = state.prey_position[:, kind], state.prey_alive[:, kind]
+        prey = state.prey_position[:, kind]
+        counts = state.prey_alive[:, kind]
         if prey.shape[1] == 0:
             return torch.full_like(state.walls, FAR, dtype=torch.int32)
         if bound is not None:
-            sign = 1 if bound == "first" else -1
-            counts = counts & (sign * prey == torch.where(counts, sign * prey, FAR).amin(1, keepdim=True))
+            rank = prey if bound == "first" else -prey
+            counts = counts & (rank == torch.where(counts, rank, FAR).amin(1, keepdim=True))
         distance = torch.where(counts[..., None], self.manhattan[prey], FAR).amin(1)
         if self.config.max_wall_pieces:
-            distance = torch.where(distance == 0, 0, FAR)
-            for _ in range(self.longest_path):
-                step = distance[:, self.target[:, :4]].amin(2) + 1
-                distance = torch.where(state.walls > 0, FAR, torch.minimum(distance, step)).clamp(max=FAR)
+            distance = self._around_walls(distance == 0, state.walls > 0)
+        return distance
+
+    def _around_walls(self, goal, walls):  # bool [B, H*W] both
+        distance = torch.where(goal, 0, FAR)
+        for _ in range(self.longest_path):
+            step = distance[:, self.target[:, :4]].amin(2) + 1
+            distance = torch.minimum(distance, step)
+            distance = torch.where(walls, FAR, distance).clamp(max=FAR)
         return distance
 
     def reset(self, seed: int | None = None) -> Tensor:
@@ -380,8 +476,9 @@ class StagHuntEnv:
         if seed is not None:
             self.generator.manual_seed(seed)
         deals = self.initial_state()
-        for kept, dealt in ((self.state, deals), (self.final_state, deals), (self._next, self.initial_state())):
-            copy_nested_(kept._asdict(), dealt._asdict())
+        copy_nested_(self.state._asdict(), deals._asdict())
+        copy_nested_(self.final_state._asdict(), deals._asdict())
+        copy_nested_(self._next._asdict(), self.initial_state()._asdict())
         for counter in (self._dealt, self.episode_return, self.final_return):
             counter.zero_()
         return self.observe(self.state)
@@ -405,10 +502,13 @@ class StagHuntEnv:
         self.episode_return.copy_(torch.where(ended, 0.0, total))
         self.final_return.copy_(torch.where(ended, total, self.final_return))
         for name in self._carried:
-            new, now, last, deal = (getattr(x, name) for x in (state, self.state, self.final_state, self._next))
-            rows = done if new.dim() == 1 else ended
-            last.copy_(torch.where(rows, new, last))
-            now.copy_(torch.where(rows, deal, new))
+            after = getattr(state, name)
+            current = getattr(self.state, name)
+            final = getattr(self.final_state, name)
+            dealt = getattr(self._next, name)
+            rows = done if after.dim() == 1 else ended
+            final.copy_(torch.where(rows, after, final))
+            current.copy_(torch.where(rows, dealt, after))
         return reward, present_before, done
 
     def _refill(self, uniform):
@@ -421,21 +521,24 @@ class StagHuntEnv:
 
     @property
     def final_prey(self) -> Tensor:
-        """int64 [B, N]: what each player caught in the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
+        """int64 [B, N], of the last game that ended there: HUNT_STAG, HUNT_HARE or 0"""
         state = self.final_state  # who has caught prey left from its cell
-        there = (state.position[..., None] == state.prey_position[:, None]) & ~state.present[..., None]
-        return (there * self.hunt_action).sum(2)
+        same_cell = state.position[..., None] == state.prey_position[:, None]
+        left_from = same_cell & ~state.present[..., None]
+        return (left_from * self.hunt_action).sum(2)
 
     def final_observation(self) -> Tensor:
         """uint8 [B, N, C, H, W]: the last observation of the last game that ended there"""
         return self.observe(self.final_state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that `step` changes. As in torch these are the tensors themselves: copy what you want to keep."""
+        """All that `step` changes: as in torch, the tensors themselves"""
         saved = {name: getattr(self, name) for name in ("_dealt", "episode_return", "final_return")}
         for group in ("state", "final_state", "_next"):
-            saved |= {f"{group}.{name}": x for name, x in getattr(self, group)._asdict().items()}
-        return saved | {"generator": self.generator.get_state()}
+            for name, x in getattr(self, group)._asdict().items():
+                saved[f"{group}.{name}"] = x
+        saved["generator"] = self.generator.get_state()
+        return saved
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         copy_nested_(self.state_dict(), saved)
@@ -445,21 +548,26 @@ class StagHuntEnv:
         dtype = actions.dtype if isinstance(actions, Tensor) else type(actions).__name__
         if dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(f"actions must be a tensor of integers, not {dtype}")
-        wanted, given = ((list(x.shape), x.device.type) for x in (state.position, actions))
-        if wanted != given:
-            raise ValueError(f"actions must have shape and device {wanted}, not {given}")
+        wanted = list(state.position.shape), state.position.device.type
+        shape = list(actions.shape), actions.device.type
+        if wanted != shape:
+            raise ValueError(f"actions must have shape and device {wanted}, not {shape}")
         if actions.device.type == "cpu" and not 0 <= actions.min() <= actions.max() < NUM_ACTIONS:
             raise ValueError(f"actions must be 0 to {NUM_ACTIONS - 1}, not {actions.min()} to {actions.max()}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
     """ "auto" is the GPU if there is one"""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        device = torch.device(device)
     except RuntimeError as error:
         raise UserError(f"--device: unknown device {device!r}") from error
-    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        raise UserError(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        missing = (device.index or 0) >= gpus
+        refuse(missing, f"--device {device} was asked for, but torch sees {gpus} GPUs")
     return device
 
 
@@ -468,16 +576,18 @@ def copy_state(state: State) -> State:
 
 
 def copy_nested_(kept: dict, saved: dict, name: str = "", check_only: bool = False) -> None:
-    """Copies saved tensors into those that are there, also in dicts of dicts; checks all, by name, before the first."""
+    """Copies saved tensors into those that are there, also in dicts of dicts; checks all first"""
     if not check_only:
         copy_nested_(kept, saved, name, check_only=True)
     for key, tensor in kept.items():
-        value, path = saved.get(key) if isinstance(saved, dict) else None, f"{name}.{key}".lstrip(".")
+        path = f"{name}.{key}".lstrip(".")
+        value = saved.get(key) if isinstance(saved, dict) else None
         refuse(value is None, f"{path} is missing in what was saved")
         if isinstance(tensor, dict):
             copy_nested_(tensor, value, path, check_only)
         elif check_only:
-            was, here = (f"{x.dtype} {list(x.shape)}" for x in (value, tensor))
+            was = f"{value.dtype} {list(value.shape)}"
+            here = f"{tensor.dtype} {list(tensor.shape)}"
             refuse(was != here, f"{path} was saved as {was}, but here it is {here}")
         else:
             tensor.copy_(value)
@@ -490,14 +600,17 @@ def planes(config: StagHuntConfig, cells: Tensor, walls: Tensor) -> Tensor:
     one_hot = (cells[..., None] == number).to(torch.uint8)  # [..., N + P, H*W]
     players, stags, hares = one_hot.split([config.num_players, config.num_stags, config.num_hares], -2)
     walls = walls.to(torch.uint8).expand(*walls.shape[:-1], config.num_cells)
-    shared = torch.stack([walls, stags.sum(-2, dtype=torch.uint8), hares.sum(-2, dtype=torch.uint8)], -2)
+    stags = stags.sum(-2, dtype=torch.uint8)
+    hares = hares.sum(-2, dtype=torch.uint8)
+    shared = torch.stack([walls, stags, hares], -2)
     return torch.cat([players, shared], -2).unflatten(-1, (config.height, config.width))
 
 
-def _distinct(uniform, n):
-    """[B, K] uniform in [0, 1) -> [B, K] distinct numbers below n (an int or [B, 1]), in random order."""
+def _distinct(uniform, end):
+    """[B, K] uniform in [0, 1) -> [B, K] distinct, below `end` (an int or [B, 1]), in random order"""
     places = uniform.shape[1]
-    number = (uniform * (n - torch.arange(places, device=uniform.device))).to(torch.int32)  # among those not yet taken
+    not_taken = end - torch.arange(places, device=uniform.device)
+    number = (uniform * not_taken).to(torch.int32)  # among those not yet taken
     for k in reversed(range(places - 1)):
         later = number[:, k + 1 :]
         later += later >= number[:, k : k + 1]
@@ -505,19 +618,20 @@ def _distinct(uniform, n):
 
 
 def wall_placements(height: int, width: int) -> np.ndarray:
-    """bool [placements, H*W]: every way to lay a straight or L-shaped piece of 3 or 4 cells on the board."""
-    cells, found = set(itertools.product(range(height), range(width))), set()
-    arms = (2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)  # cells above or below the corner, and beside it
-    for (row, column), (tall, wide), down, right in itertools.product(cells, arms, (-1, 1), (-1, 1)):
+    """bool [placements, H*W]: every way to lay a straight or L-shaped piece of 3 or 4 cells"""
+    board = set(itertools.product(range(height), range(width)))
+    arms = (2, 0), (3, 0), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)  # above or below the corner, and beside it
+    pieces = set()
+    for (row, column), (tall, wide), down, right in itertools.product(board, arms, (-1, 1), (-1, 1)):
         piece = {(row + down * k, column) for k in range(tall + 1)}
         piece |= {(row, column + right * k) for k in range(wide + 1)}
-        if piece <= cells:
-            found.add(tuple(sorted(row * width + column for row, column in piece)))
-    refuse(not found, f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
-    return np.array([np.isin(np.arange(height * width), piece) for piece in sorted(found)])
+        if piece <= board:
+            pieces.add(tuple(sorted(row * width + column for row, column in piece)))
+    refuse(not pieces, f"--max-wall-pieces must be 0: no piece of 3 cells fits on a {height}x{width} board")
+    return np.array([np.isin(np.arange(height * width), piece) for piece in sorted(pieces)])
 
 
-# Rule-based players: (env, state, seat) -> probabilities [B, 7]; seat may be a slice of seats, then [B, seats, 7].
+# Rule-based players: (env, state, seat) -> probabilities [B, 7]; seat may be a slice, then [B, seats, 7].
 # To add one, add a function to PLAYER_PROBS; one that no population may hold, to STRANGER_PROBS.
 
 
@@ -534,10 +648,15 @@ def hunter_probs(env, state, seat=ALL_SEATS, *, prey: int, bound=None, noise=0.0
     target = env.target[cell]
     now = distance.gather(1, cell.view(len(cell), -1)).view(*cell.shape, 1)
     after = distance.gather(1, target.flatten(1)).view(target.shape)
-    best = legal & ((after < now) | ((now == 0) & (env.is_stay if waits else env.hunt == prey)))
-    best = torch.where(best.any(-1, keepdim=True), best, env.is_stay if waits else legal)
-    probs = best / best.sum(-1, keepdim=True)
-    return (1 - noise) * probs + noise * legal / legal.sum(-1, keepdim=True) if noise else probs
+
+    at_prey = env.is_stay if waits else env.hunt == prey
+    without_prey = env.is_stay if waits else legal
+    wanted = legal & ((after < now) | ((now == 0) & at_prey))
+    wanted = torch.where(wanted.any(-1, keepdim=True), wanted, without_prey)
+    probs = wanted / wanted.sum(-1, keepdim=True)
+    if noise:
+        return (1 - noise) * probs + noise * legal / legal.sum(-1, keepdim=True)
+    return probs
 
 
 PLAYER_PROBS: dict[str, Callable] = {
@@ -552,14 +671,16 @@ STRANGER_PROBS: dict[str, Callable] = {
     "noisy_hare": partial(hunter_probs, prey=HUNT_HARE, noise=0.2),
     "waiting": partial(hunter_probs, prey=HUNT_STAG, waits=True),
 }
-STRANGERS = (*STRANGER_PROBS, "switching")  # whose rule goes by the number of the game, which a state does not hold
+# The rule of `switching` goes by the number of the game, which a state does not hold.
+STRANGERS = (*STRANGER_PROBS, "switching")
 POPULATION = ("random", "nearest_stag", "nearest_hare")
 LEARNER, MIXED, SWITCHING = -1, -2, -3  # what a seat may hold besides the number of a player
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """[..., A] -> int64 [...]. Never draws an action of probability 0."""
-    noise = torch.empty_like(probs).exponential_(generator=generator)  # whose clock rings first, at rates probs
+    # Whose clock rings first, at rates `probs`
+    noise = torch.empty_like(probs).exponential_(generator=generator)
     noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # never 0: argmax takes 0 / 0 for the largest
     return (probs / noise).argmax(-1)
 
@@ -576,22 +697,23 @@ class SeatFlags:
 
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
     """--seats as a list of names; None: learners everywhere"""
-    seats = ["learner"] * num_players if seats is None else seats
+    if seats is None:
+        return ["learner"] * num_players
     names = player_names("--seats", seats, ("learner", "mixed", *STRANGERS, *PLAYER_PROBS))
     wrong = len(names) != num_players
     refuse(wrong, f"--seats names {len(names)}, but the game has --num-players {num_players}: {','.join(names)}")
     return names
 
 
-def population_names(population: str | list[str] | tuple[str, ...]) -> list[str]:
+def population_names(population: Names) -> list[str]:
     """--population as a list of names"""
     names = player_names("--population", population, tuple(PLAYER_PROBS))
     refuse(len(set(names)) < len(names), f"--population names a player twice: {','.join(names)}")
     return names
 
 
-def player_names(flag: str, given: str | list[str] | tuple[str, ...], known: tuple[str, ...]) -> list[str]:
-    names = given.split(",") if isinstance(given, str) else list(given)
+def player_names(flag: str, value: Names, known: tuple[str, ...]) -> list[str]:
+    names = value.split(",") if isinstance(value, str) else list(value)
     for name in names:
         refuse(name not in known, f"{flag}: unknown player {name!r}; the known ones are {', '.join(known)}")
     return names
@@ -607,83 +729,125 @@ def redraw_prob(redraw: str | float) -> float:
 
 
 class Seats:
-    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over who it is. In each
-    step call `action_probs`, ask what you need, then `update`. `tables` names the N players of each block. The M
-    learners are numbered block by block, seat by seat; with `share_parameters` those of a block are one learner with
-    more games. `remember`: the posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all
-    seats. `reset_prob`: how often a game's end also resets what is remembered in it. `kinds` int64 [B, N]: LEARNER, or
-    a number in `names`, whose first P are the population."""
+    """Who sits where in S blocks of E games (B = S*E = env.num_envs), and the exact posterior over
+    who it is. In each step call `action_probs`, ask what you need, then `update`.
+
+    `tables` names the N players of each block. The M learners are numbered block by block, seat by
+    seat; with `share_parameters` those of a block are one learner with more games. `remember`: the
+    posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all seats.
+    `reset_prob`: how often a game's end also resets what is remembered in it. `kinds` int64 [B, N]:
+    LEARNER, or a number in `names`, whose first P are the population."""
 
     def __init__(
         self,
         env: StagHuntEnv,
         tables: list,
         share_parameters: bool = False,
-        population: str | list[str] | tuple[str, ...] = POPULATION,
+        population: Names = POPULATION,
         redraw: str | float = "game",
         remember: bool = False,
         watch: bool = False,
         reset_prob: float = 0.0,
     ):
-        n, games, device = env.config.num_players, env.num_envs // len(tables), env.device
-        tables = [seats_table(table, n) for table in tables]
-        refuse(env.num_envs % len(tables) > 0, f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables")
-        self.env, self.num_blocks, self.num_envs = env, len(tables), games
-        self.population, self.share_parameters, self.watch = population_names(population), share_parameters, watch
-        learns = torch.tensor([[name == "learner" for name in table] for table in tables], device=device)  # [S, N]
-        learners = learns.sum(1).tolist()
-        differ = len(set(learners)) > 1
-        refuse(share_parameters and differ, f"--share-parameters needs as many learners in each table, not {learners}")
-        self.num_learners = self.num_blocks if share_parameters else sum(learners)
-        self.everybody_learns = bool(learns.all())
-        self.has_rule_based = watch or not self.everybody_learns
-        self._block, self._seat = learns.nonzero(as_tuple=True)
-        self._row = (learns.flatten().cumsum(0) - 1).clamp(min=0).view(learns.shape)  # [S, N] place among the learners
-        self._learns = learns.repeat_interleave(games, 0)  # [B, N]
-        self.learner_seat = self.to_learners(torch.arange(n, device=device).expand(env.num_envs, n))  # [M, E]
-        seated = [["mixed"] * n] * len(tables) if watch else tables
-        rules, named = PLAYER_PROBS | STRANGER_PROBS, set(itertools.chain(*seated))
-        self._switches = "switching" in named
-        named |= {"nearest_stag", "nearest_hare"} if self._switches else set()
-        self.names = self.population + [name for name in rules if name in named.difference(self.population)]
-        self._rules, count = [rules[name] for name in self.names], len(self.population)
-        kind = {"learner": LEARNER, "mixed": MIXED, "switching": SWITCHING} | dict(zip(self.names, itertools.count()))
-        kinds = torch.tensor([[kind[name] for name in table] for table in seated], device=device)
-        kinds = kinds.repeat_interleave(games, 0)  # [B, N]
-        mixed, self._switching = kinds == MIXED, kinds == SWITCHING
-        # Dealt evenly: with players that stay, a seed's luck would else be larger than what is to be measured.
-        order = torch.rand(len(tables), games, n, device=device).argsort(1)
-        dealt = order + torch.randint(count, (len(tables), 1, n), device=device)
-        self.kinds = torch.where(mixed, dealt.flatten(0, 1) % count, kinds)
-        if self._switches:
-            self._either = kind["nearest_stag"], kind["nearest_hare"]
-            first = torch.where(torch.rand(kinds.shape, device=device) < 0.5, *self._either)
-            self.kinds = torch.where(self._switching, first, self.kinds)
-        self.log_posterior = torch.full((*kinds.shape, count), -math.log(count), device=device)
-        self._redraw_prob = mixed * redraw_prob(redraw)
-        # After a game the posterior becomes (1 - forget) * posterior + forget * prior.
-        forget = (self._redraw_prob if remember else torch.ones_like(self._redraw_prob))[..., None]
-        self._log_keep, self._log_forget = (1 - forget).log(), (forget / count).log()
-        self._reset_prob, self._log_prior = reset_prob, -math.log(count)
+        players = env.config.num_players
+        tables = [seats_table(table, players) for table in tables]
+        uneven = env.num_envs % len(tables) > 0
+        refuse(uneven, f"{env.num_envs} games cannot be dealt evenly to {len(tables)} tables")
+        self.env = env
+        self.num_blocks = len(tables)
+        self.num_envs = env.num_envs // len(tables)
+        self.population = population_names(population)
+        self.share_parameters = share_parameters
+        self.watch = watch
+        self._number_learners(tables)
+        seated = [["mixed"] * players] * len(tables) if watch else tables
+        self._name_players(seated)
+        table_kinds = [[self._kind[name] for name in table] for table in seated]
+        kinds = torch.tensor(table_kinds, device=env.device).repeat_interleave(self.num_envs, 0)  # [B, N]
+        self._draw_players(kinds)
+        self._redraw_prob = (kinds == MIXED) * redraw_prob(redraw)
+        self._start_posterior(remember)
+        self._reset_prob = reset_prob
         self._table = self._probs = None  # what the last `action_probs` computed
 
+    def _number_learners(self, tables):
+        learns = [[name == "learner" for name in table] for table in tables]
+        learns = torch.tensor(learns, device=self.env.device)  # [S, N]
+        learners = learns.sum(1).tolist()
+        differ = self.share_parameters and len(set(learners)) > 1
+        refuse(differ, f"--share-parameters needs as many learners in each table, not {learners}")
+        self.num_learners = self.num_blocks if self.share_parameters else sum(learners)
+        self.everybody_learns = bool(learns.all())
+        self.has_rule_based = self.watch or not self.everybody_learns
+        self._block, self._seat = learns.nonzero(as_tuple=True)
+        row = learns.flatten().cumsum(0) - 1
+        self._row = row.clamp(min=0).view(learns.shape)  # [S, N] place among the learners
+        self._learns = learns.repeat_interleave(self.num_envs, 0)  # [B, N]
+        seat = torch.arange(learns.shape[1], device=self.env.device)
+        self.learner_seat = self.to_learners(seat.expand(self._learns.shape))  # [M, E]
+
+    def _name_players(self, seated):
+        """Numbers those who sit somewhere, the population first"""
+        named = set(itertools.chain(*seated))
+        self._switches = "switching" in named
+        if self._switches:
+            named |= {"nearest_stag", "nearest_hare"}
+        others = named - set(self.population)
+        rules = PLAYER_PROBS | STRANGER_PROBS
+        self.names = self.population + [name for name in rules if name in others]
+        self._rules = [rules[name] for name in self.names]
+        self._kind = {name: number for number, name in enumerate(self.names)}
+        self._kind |= {"learner": LEARNER, "mixed": MIXED, "switching": SWITCHING}
+
+    def _draw_players(self, kinds):
+        device = kinds.device
+        count = len(self.population)
+        players = kinds.shape[1]
+        # Dealt evenly: with players that stay, luck would else outweigh what is to be measured.
+        order = torch.rand(self.num_blocks, self.num_envs, players, device=device).argsort(1)
+        first = torch.randint(count, (self.num_blocks, 1, players), device=device)
+        drawn = (order + first).flatten(0, 1) % count  # [B, N]
+        self.kinds = torch.where(kinds == MIXED, drawn, kinds)
+        self._switching = kinds == SWITCHING
+        if self._switches:
+            hunts_stag = torch.rand(kinds.shape, device=device) < 0.5
+            hunter = torch.where(hunts_stag, self._kind["nearest_stag"], self._kind["nearest_hare"])
+            self.kinds = torch.where(self._switching, hunter, self.kinds)
+
+    def _start_posterior(self, remember):
+        count = len(self.population)
+        self._log_prior = -math.log(count)
+        size = (*self.kinds.shape, count)
+        self.log_posterior = torch.full(size, self._log_prior, device=self.kinds.device)
+        # After a game the posterior becomes (1 - forget) * posterior + forget * prior.
+        forget = self._redraw_prob if remember else torch.ones_like(self._redraw_prob)
+        self._log_keep = (1 - forget[..., None]).log()
+        self._log_forget = (forget[..., None] / count).log()
+
     def to_learners(self, x: Tensor) -> Tensor:
-        """[B, N, ...] by seat -> [M, E, ...] (shared parameters: the games of all learner seats, seat by seat)"""
+        """[B, N, ...] by seat -> [M, E, ...]"""
         x = x.unflatten(0, (self.num_blocks, self.num_envs)).movedim(2, 1)  # [S, N, E, ...]
-        return self._share(x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat])
+        x = x.flatten(0, 1) if self.everybody_learns else x[self._block, self._seat]
+        return self._share(x)
 
     def per_learner(self, x: Tensor) -> Tensor:
         """[B, ...], the same for all seats -> [M, E, ...], a copy"""
-        return self._share(x.unflatten(0, (self.num_blocks, self.num_envs))[self._block])
+        x = x.unflatten(0, (self.num_blocks, self.num_envs))
+        return self._share(x[self._block])
 
     def _share(self, x):
-        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2) if self.share_parameters else x
+        if not self.share_parameters:
+            return x
+        return x.unflatten(0, (self.num_blocks, -1)).flatten(1, 2)
 
     def to_seats(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         """[M, E, ...] -> [B, N, ...], `others` [B, N, ...] where no learner sits"""
-        x = x.reshape(len(self._seat), self.num_envs, *x.shape[2:])[self._row].movedim(1, 2).flatten(0, 1)
+        x = x.reshape(len(self._seat), self.num_envs, *x.shape[2:])
+        x = x[self._row].movedim(1, 2).flatten(0, 1)
+        if self.everybody_learns:
+            return x
         learns = self._learns.view(*self._learns.shape, *[1] * (x.dim() - 2))
-        return x if self.everybody_learns else torch.where(learns, x, others)
+        return torch.where(learns, x, others)
 
     def action_probs(self, state: State, learner_probs: Tensor | None = None) -> Tensor:
         """[B, N, 7] everybody's probabilities; learner_probs [M, E, 7] unless the learners only watch"""
@@ -691,47 +855,64 @@ class Seats:
         refuse(learners_act == (learner_probs is None), "learner_probs are for learners that do not only watch")
         probs = None
         if self.has_rule_based:
-            self._table = torch.stack([rule(self.env, state, ALL_SEATS) for rule in self._rules], 2)  # [B, N, names, 7]
-            kind = self.kinds.clamp(min=0)[..., None, None].expand(-1, -1, 1, NUM_ACTIONS)
-            probs = self._table.gather(2, kind).squeeze(2)
-        self._probs = probs if learner_probs is None else self.to_seats(learner_probs, probs)
-        return self._probs
+            rules = [rule(self.env, state, ALL_SEATS) for rule in self._rules]
+            self._table = torch.stack(rules, 2)  # [B, N, names, 7]
+            kind = self.kinds.clamp(min=0)[..., None, None]
+            probs = self._table.gather(2, kind.expand(-1, -1, 1, NUM_ACTIONS)).squeeze(2)
+        if learner_probs is not None:
+            probs = self.to_seats(learner_probs, probs)
+        self._probs = probs
+        return probs
 
     def posterior(self) -> Tensor:
-        """[B, N, P] which player of the population it is, given all that was seen; of a learner the prior"""
+        """[B, N, P] which player of the population it is; of a learner the prior"""
         return self.log_posterior.exp()
 
     def posterior_probs(self) -> Tensor:
-        """[B, N, 7] the best prediction of the next action from the past; of a learner its own probabilities"""
+        """[B, N, 7] the best prediction of the next action; of a learner its own probabilities"""
         if not self.has_rule_based:
             return self._probs
-        expected = (self.posterior()[..., None] * self._table[:, :, : len(self.population)]).sum(2)
+        of_population = self._table[:, :, : len(self.population)]
+        expected = (self.posterior()[..., None] * of_population).sum(2)
         return torch.where((self.kinds == LEARNER)[..., None], self._probs, expected)
 
     def oracle_id(self) -> Tensor:
-        """float [B, N, P + 1] one-hot: who of the population plays now; the last entry: a learner; a stranger: zeros"""
+        """float [B, N, P + 1] one-hot: who of the population plays now, or a learner; a stranger: zeros"""
         count = len(self.population)
-        identity = torch.where(self.kinds == LEARNER, count, torch.where(self.kinds < count, self.kinds, -1))
+        identity = torch.where(self.kinds < count, self.kinds, -1)
+        identity = torch.where(self.kinds == LEARNER, count, identity)
         return (identity[..., None] == torch.arange(count + 1, device=identity.device)).float()
 
     def update(self, actions: Tensor, present_before: Tensor, done: Tensor) -> None:
-        """Bayes' rule with the probabilities of the last `action_probs`; new players only where a game ended."""
+        """Bayes' rule with the last `action_probs`; new players only where a game ended"""
         if not self.has_rule_based:
             return
-        count, ended = len(self.population), done[:, None]  # P, [B, 1]
+        ended = done[:, None]
+        self._update_posterior(actions, present_before, ended)
+        self._redraw_players(ended)
+
+    def _update_posterior(self, actions, present_before, ended):
+        count = len(self.population)
         action = actions.long()[..., None, None].expand(-1, -1, count, 1)
-        likelihood = self._table[:, :, :count].gather(3, action).squeeze(3).clamp(min=1e-9)  # a stranger does anything
-        evidence = likelihood.log() * (present_before & (self.kinds != LEARNER))[..., None]
+        likelihood = self._table[:, :, :count].gather(3, action).squeeze(3)
+        likelihood = likelihood.clamp(min=1e-9)  # a stranger does anything
+        acted = present_before & (self.kinds != LEARNER)
+        evidence = likelihood.log() * acted[..., None]
         log_posterior = (self.log_posterior + evidence).log_softmax(2)
         next_game = torch.logaddexp(log_posterior + self._log_keep, self._log_forget)
         if self._reset_prob > 0:
-            reset = torch.rand(ended.shape, device=done.device) < self._reset_prob
+            reset = torch.rand(ended.shape, device=ended.device) < self._reset_prob
             next_game = next_game.masked_fill(reset[..., None], self._log_prior)
         self.log_posterior.copy_(torch.where(ended[..., None], next_game, log_posterior))
-        redrawn = ended & (torch.rand(self.kinds.shape, device=done.device) < self._redraw_prob)
-        kinds = torch.where(redrawn, torch.randint_like(self.kinds, count), self.kinds)
+
+    def _redraw_players(self, ended):
+        uniform = torch.rand(self.kinds.shape, device=ended.device)
+        redrawn = ended & (uniform < self._redraw_prob)
+        drawn = torch.randint_like(self.kinds, len(self.population))
+        kinds = torch.where(redrawn, drawn, self.kinds)
         if self._switches:
-            kinds = torch.where(self._switching & ended, sum(self._either) - kinds, kinds)
+            both = self._kind["nearest_stag"] + self._kind["nearest_hare"]
+            kinds = torch.where(self._switching & ended, both - kinds, kinds)
         self.kinds.copy_(kinds)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -743,8 +924,9 @@ class Seats:
 
 # Pictures
 
-COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")  # of players
-GRASS, WALL = ("#bad58e", "#b0cd82"), "#a5a09b"
+COLOURS = ("#d64541", "#3478c8", "#f0b429", "#8255b4", "#1ea096", "#eb7832", "#dc5a96", "#5a5a64")
+GRASS = ("#bad58e", "#b0cd82")
+WALL = "#a5a09b"
 INK = {"b": "#6e4623", "B": "#a56e3c", "k": "#281e19", "w": "#f5f0e6", "g": "#a5a09b", "p": "#e19696"}
 SPRITES = {  # 12 rows of 12 dots
     "stag": ".b.b....b.b. .bbb....bbb. ..bb....bb.. ...bb..bb... .BB.BBBB.BB. ..BBBBBBBB.. "
@@ -752,38 +934,53 @@ SPRITES = {  # 12 rows of 12 dots
     "hare": "...gg..gg... ..ggpggpgg.. ..gpggggpg.. ..gpg..gpg.. ...gg..gg... ..wwwwwwww.. "
     ".wwkwwwwkww. .wwwwwwwwww. .wwwwppwwww. ..wwwkkwww.. ...wwwwww... ............",
 }
-CELL, LINE = 108, 40  # pixels of a cell, of a line of text
+CELL = 108  # pixels
+LINE = 40  # pixels of a line of text
 RIM = ((-1, -1), (1, 1), (1, -1), (-1, 1), (-1, 0), (1, 0), (0, 1), (0, -1))  # places of players in company
 FONT = cache(ImageFont.load_default)
 
 
 def render_ansi(config: StagHuntConfig, state: State, returns: Tensor | None = None) -> str:
-    """The first game as text: digits are players, S a stag, h a hare, # a wall; below it the clock and the returns."""
-    n, shown = config.num_players, one_game(state)
-    marks, planes = [*map(str, range(n)), *"#Sh"], seat_planes(config, shown)
-    cells = ["".join(itertools.compress(marks, seen)).center(n + 1) for seen in planes.T]
-    rows = ["|".join(["", *row, ""]) for row in np.reshape(cells, (config.height, config.width))]
-    scores = [] if returns is None else [f"{i}: {score:.4g}" for i, score in enumerate(returns[0].tolist())]
-    return "\n".join([*rows, "  ".join([f"t={shown.time}/{config.final_time} ", *scores])])
+    """The first game as text: digits are players, S a stag, h a hare, # a wall"""
+    game = one_game(state)
+    marks = [str(i) for i in range(config.num_players)] + ["#", "S", "h"]
+    shown = seat_planes(config, game).reshape(-1, config.height, config.width)
+    lines = []
+    for row in range(config.height):
+        line = "|"
+        for column in range(config.width):
+            seen = itertools.compress(marks, shown[:, row, column])
+            line += "".join(seen).center(config.num_players + 1) + "|"
+        lines.append(line)
+    summary = [f"t={game.time}/{config.final_time} "]
+    if returns is not None:
+        summary += [f"{i}: {score:.4g}" for i, score in enumerate(returns[0].tolist())]
+    return "\n".join([*lines, "  ".join(summary)])
 
 
 def render_rgb(config, state: State, returns=None, names=None, hunting=None) -> np.ndarray:
-    """The first game as a picture, uint8 [height, width, 3]: the board, below it the clock and each player's return.
-    `names` [N] stand beside the returns. `hunting` [N], actions: who hunts in this step gets a ring."""
-    n, board = config.num_players, _draw_board(config, seat_planes(config, one_game(state)), hunting=hunting)
-    image = Image.new("RGB", (max(board.width, 320), board.height + LINE * (1 + n)), "white")
+    """The first game as a picture, uint8 [height, width, 3]: the board, the clock, each player's name
+    and return. `hunting` [N], actions: who hunts in this step gets a ring."""
+    players = config.num_players
+    board = _draw_board(config, seat_planes(config, one_game(state)), hunting=hunting)
+    size = max(board.width, 320), board.height + LINE * (1 + players)
+    image = Image.new("RGB", size, "white")
     image.paste(board)
-    scores, names = torch.zeros(n) if returns is None else returns[0], names or [""] * n
-    lines = [f"t {int(state.time[0])}/{config.final_time}", *(f"{i} {names[i]}  {scores[i]:.4g}" for i in range(n))]
+    draw = ImageDraw.Draw(image)
+    scores = torch.zeros(players) if returns is None else returns[0]
+    names = names or [""] * players
+    lines = [f"t {int(state.time[0])}/{config.final_time}"]
+    lines += [f"{i} {names[i]}  {scores[i]:.4g}" for i in range(players)]
     for row, text in enumerate(lines):
+        colour = "black" if row == 0 else COLOURS[row - 1]
         place = 10, board.height + LINE * row + LINE // 2
-        ImageDraw.Draw(image).text(place, text, ("black", *COLOURS)[row], FONT(24), "lm", stroke_width=0.5)
+        draw.text(place, text, colour, FONT(24), "lm", stroke_width=0.5)
     return np.array(image)
 
 
 def render_planes(config: StagHuntConfig, planes, values=None) -> np.ndarray:
-    """Planes [C, H, W] of one observation as a picture, uint8 [height, width, 3]; digits are places in the ego order.
-    What is neither 0 nor 1 in `values` (default: the planes), such as a probability, is written beside its mark."""
+    """Planes [C, H, W] of one observation as a picture, uint8 [height, width, 3]. What is neither 0
+    nor 1 in `values` (default: the planes), such as a probability, is written beside its mark."""
     planes = np.asarray(planes, np.float32).reshape(config.num_players + 3, -1)
     values = planes if values is None else np.asarray(values, np.float32).reshape(planes.shape)
     return np.array(_draw_board(config, np.maximum(planes, values), values))
@@ -796,33 +993,48 @@ def one_game(state: State) -> State:
 
 def seat_planes(config: StagHuntConfig, game: State) -> np.ndarray:
     """[C, H*W] of `one_game`: players by seat, walls, stags, hares"""
-    one_hot, n, stags = np.eye(config.num_cells), config.num_players, config.num_stags
-    entities = one_hot[game.position + game.prey_position] * np.array(game.present + game.prey_alive)[:, None]
-    return np.stack([*entities[:n], game.walls, entities[n:][:stags].sum(0), entities[n + stags :].sum(0)])
+    walls = config.num_players
+    planes = np.zeros((config.num_players + 3, config.num_cells))
+    planes[range(walls), game.position] = game.present
+    planes[walls] = game.walls
+    for prey, cell in enumerate(game.prey_position):
+        kind = 1 if prey < config.num_stags else 2
+        planes[walls + kind, cell] += game.prey_alive[prey]
+    return planes
 
 
-def _draw_board(config, planes, values=None, hunting=None):  # planes [C, H*W]; values [C, H*W] to write
-    n, image = config.num_players, Image.new("RGB", (config.width * CELL, config.height * CELL))
+def _draw_board(config, planes, values=None, hunting=None):
+    """planes [C, H*W]; values [C, H*W] to write; hunting [N]"""
+    image = Image.new("RGB", (config.width * CELL, config.height * CELL))
     draw = ImageDraw.Draw(image)
+    walls = config.num_players
     for cell, (row, column) in enumerate(np.ndindex(config.height, config.width)):
-        left, top = column * CELL, row * CELL
-        draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), GRASS[(row + column) % 2])
+        left = column * CELL
+        top = row * CELL
+        square = (left, top, left + CELL - 1, top + CELL - 1)
+        draw.rectangle(square, GRASS[(row + column) % 2])
         seen = np.flatnonzero(planes[:, cell] > 0.01).tolist()
-        for k in reversed(seen):  # players on top
-            in_company = k < n and len(seen) > 1
-            half = CELL // 2 if k == n else CELL // 6 if in_company else CELL // 3
-            right, down = RIM[k] if in_company else (0, 0)
-            x, y = left + CELL // 2 + 2 * half * right, top + CELL // 2 + 2 * half * down  # the middle
-            if k < n:
-                ring = hunting is not None and hunting[k] > STAY
-                draw.circle((x, y), half, COLOURS[k], outline="black" if ring else None, width=4)
-                _write(draw, (x, y), str(k), half, "white", "black")
-            elif k == n:
-                draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), WALL)
+        for plane in reversed(seen):  # players on top
+            x = left + CELL // 2
+            y = top + CELL // 2
+            half = CELL // 3
+            if plane < walls:
+                if len(seen) > 1:
+                    half = CELL // 6
+                    x += 2 * half * RIM[plane][0]
+                    y += 2 * half * RIM[plane][1]
+                hunts = hunting is not None and hunting[plane] > STAY
+                ring = "black" if hunts else None
+                draw.circle((x, y), half, COLOURS[plane], outline=ring, width=4)
+                _write(draw, (x, y), str(plane), half, "white", "black")
+            elif plane == walls:
+                half = CELL // 2
+                draw.rectangle(square, WALL)
             else:
-                _draw_sprite(draw, SPRITES["stag" if k == n + 1 else "hare"], x - half, y - half, half // 6)
-            if values is not None and 0.01 < values[k, cell] < 0.99:
-                _write(draw, (x, y - half + 8), f"{values[k, cell]:.2f}"[1:], 20)
+                sprite = SPRITES["stag" if plane == walls + 1 else "hare"]
+                _draw_sprite(draw, sprite, x - half, y - half, half // 6)
+            if values is not None and 0.01 < values[plane, cell] < 0.99:
+                _write(draw, (x, y - half + 8), f"{values[plane, cell]:.2f}"[1:], 20)
     return image
 
 
@@ -830,7 +1042,8 @@ def _draw_sprite(draw, sprite, left, top, dot):
     for row, dots in enumerate(sprite.split()):
         for column, letter in enumerate(dots):
             if letter in INK:
-                x, y = left + column * dot, top + row * dot
+                x = left + column * dot
+                y = top + row * dot
                 draw.rectangle((x, y, x + dot - 1, y + dot - 1), INK[letter])
 
 
@@ -851,15 +1064,16 @@ def render_table(table: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
 
 def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     images = [Image.fromarray(frame) for frame in frames]
-    shown = [round(1000 / fps)] * (len(images) - 1) + [1500]  # milliseconds
-    images[0].save(path, save_all=True, append_images=images[1:], duration=shown, loop=0, optimize=True)
+    milliseconds = [round(1000 / fps)] * (len(images) - 1) + [1500]
+    shown = {"duration": milliseconds, "loop": 0, "optimize": True}
+    images[0].save(path, save_all=True, append_images=images[1:], **shown)
 
 
 # Wrappers: one game, numpy in and out
 
 
 def integer_below(end: int, value) -> int | None:
-    """`value` as an int if it is an integer from 0 to end - 1, of Python, numpy or torch. True is none."""
+    """`value` as an int if it is an integer from 0 to end - 1 (True is none), else None"""
     is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     if is_bool or getattr(value, "ndim", 0) > 0:
         return None
@@ -879,30 +1093,40 @@ HUNTED = {"nearest_stag": HUNT_STAG, "nearest_hare": HUNT_HARE}
 
 
 class StagHuntParallelEnv(ParallelEnv):
-    """PettingZoo wrapper. Agents are the learners among `seats` (default: all seats). The game is set by `config`, by a
-    dict of its fields or by the fields: StagHuntParallelEnv(height=5). Who has left stays an agent, with one legal
-    action. The end is a termination, never a truncation; it also comes once all agents have left, unless `prosocial`.
-    The rules stand here once more in plain Python, ten times faster than torch on a batch of one; a test compares."""
+    """PettingZoo wrapper. Agents are the learners among `seats` (default: all seats). The game is set
+    by `config`, by a dict of its fields or by the fields: StagHuntParallelEnv(height=5). Who has left
+    stays an agent, with one legal action. The end is a termination, never a truncation; it also comes
+    once all agents have left, unless `prosocial`. The rules stand here once more in plain Python, ten
+    times faster than torch on a batch of one; a test compares."""
 
     metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": list(RENDERERS), "render_fps": 4}
 
     def __init__(self, config: StagHuntConfig | dict | None = None, render_mode=None, seats=None, **fields):
-        given = config if isinstance(config, dict) else vars(config or StagHuntConfig())
-        self.config = StagHuntConfig(**{**given, **fields})
-        self.seats, self.render_mode = seats_table(seats, self.config.num_players), render_mode
-        changing = {"mixed", "switching"} & set(self.seats)
-        refuse(bool(changing), "a wrapper seats learners and players that stay the same, not mixed or switching")
+        config_fields = config if isinstance(config, dict) else vars(config or StagHuntConfig())
+        self.config = StagHuntConfig(**{**config_fields, **fields})
+        self.seats = seats_table(seats, self.config.num_players)
+        self.render_mode = render_mode
+        changing = "mixed" in self.seats or "switching" in self.seats
+        refuse(changing, "a wrapper seats learners and players that stay the same, not mixed or switching")
         refuse(render_mode not in (None, *RENDERERS), f"render_mode {render_mode!r} is none of {list(RENDERERS)}")
-        self.core, self.random, self.game = StagHuntEnv(self.config), random.Random(), None
-        self.core.generator.seed()  # games differ from one environment to the next until reset(seed=...)
-        self.target, self.hunt_action = self.core.target.tolist(), self.core.hunt_action.tolist()
+        self.core = StagHuntEnv(self.config)
+        self.core.generator.seed()  # games differ until reset(seed=...)
+        self.random = random.Random()
+        self.target = self.core.target.tolist()
+        self.hunt_action = self.core.hunt_action.tolist()
+        self.game = None
         self.seat = {f"player_{i}": i for i, name in enumerate(self.seats) if name == "learner"}
-        self.possible_agents, self.agents = list(self.seat), []
+        self.possible_agents = list(self.seat)
+        self.agents = []
+
         planes, *board = self.config.observation_shape
         self.state_space = Box(0, 1, (planes + 1, *board), np.float32)
-        view, clock = Box(0, 1, (planes, *board), np.uint8), Box(0, 1, (1,), np.float32)
-        seen = Dict(observation=view, action_mask=MultiBinary(NUM_ACTIONS), time=clock)
-        self.observation_space = dict.fromkeys(self.seat, seen).__getitem__
+        observation_space = Dict(
+            observation=Box(0, 1, (planes, *board), np.uint8),
+            action_mask=MultiBinary(NUM_ACTIONS),
+            time=Box(0, 1, (1,), np.float32),
+        )
+        self.observation_space = dict.fromkeys(self.seat, observation_space).__getitem__
         self.action_space = {agent: Discrete(NUM_ACTIONS) for agent in self.seat}.__getitem__
 
     def reset(self, seed=None, options=None):
@@ -911,41 +1135,35 @@ class StagHuntParallelEnv(ParallelEnv):
             refuse(number is None, f"seed must be an integer, 0 to 2**64 - 1, not {short_repr(seed)}")
             self.core.generator.manual_seed(number)
             self.random.seed(number)
-        self.game, self.distance = one_game(self.core.initial_state(1)), {}
-        self.returns, self.agents = [0.0] * len(self.seats), list(self.seat)
+        self.game = one_game(self.core.initial_state(1))
+        self.distance = {}
+        self.returns = [0.0] * len(self.seats)
+        self.agents = list(self.seat)
         return self._observe()
 
     def step(self, actions):
         refuse(not self.agents, "no game is on: call reset first")
-        actions = self._checked(actions)
-        config, game, players = self.config, self.game, enumerate(self.seats)
-        joint = [actions[f"player_{i}"] if name == "learner" else self._choose(i, name) for i, name in players]
-        strengths, parties = config.strengths or [1.0] * len(joint), [[] for _ in self.hunt_action]
-        rewards = [config.time_reward * here for here in game.present]
-        for i, action in enumerate(joint):
-            if action in self._legal(i):
-                game.position[i] = self.target[game.position[i]][action]
-                if action > STAY:
-                    parties[game.prey_position.index(game.position[i])].append(i)
-        clock, first_hunt = game.time + 1, game.first_hunt
+        joint = self._joint_action(self._checked(actions))
+        rewards = [self.config.time_reward * present for present in self.game.present]
+        parties = self._move(joint)
+        self.game = self.game._replace(time=self.game.time + 1)
         for prey, party in enumerate(parties):
-            needed, value = (1, config.hare_reward) if prey >= config.num_stags else (2, config.stag_reward)
+            needed = 2 if prey < self.config.num_stags else 1
             if len(party) >= needed:
-                first_hunt = clock if first_hunt < 0 else first_hunt
-                game.prey_alive[prey] = False
-                for i in party:
-                    rewards[i] += value * strengths[i] / sum(strengths[j] for j in party)
-                    game.present[i] = False
-        rewards = [sum(rewards) / len(rewards)] * len(rewards) if config.prosocial else rewards
-        self.game = game._replace(time=clock, first_hunt=first_hunt)
-        self.returns = [total + reward for total, reward in zip(self.returns, rewards, strict=True)]
-        k, here = config.steps_after_first_hunt, [game.present[i] for i in self.seat.values()]
-        over = clock >= config.final_time or not any(game.present if config.prosocial else here)
-        over |= k is not None and 0 <= first_hunt <= clock - k
-        self.agents = [] if over else self.agents
+                self._catch(prey, party, rewards)
+        if self.config.prosocial:
+            rewards = [sum(rewards) / len(rewards)] * len(rewards)
+        for i, reward in enumerate(rewards):
+            self.returns[i] += reward
+
+        over = self._is_over()
+        if over:
+            self.agents = []
         observations, infos = self._observe()
-        ends, cuts = dict.fromkeys(self.seat, over), dict.fromkeys(self.seat, False)
-        return observations, {agent: rewards[i] for agent, i in self.seat.items()}, ends, cuts, infos
+        agent_rewards = {agent: rewards[i] for agent, i in self.seat.items()}
+        terminations = dict.fromkeys(self.seat, over)
+        truncations = dict.fromkeys(self.seat, False)
+        return observations, agent_rewards, terminations, truncations, infos
 
     def _checked(self, actions):  # {agent: action} with plain integers
         if not isinstance(actions, Mapping):
@@ -954,67 +1172,139 @@ class StagHuntParallelEnv(ParallelEnv):
         refuse(bool(missing), f"there is no action for {', '.join(missing)}")
         unknown = [short_repr(name) for name in actions if name not in self.seat]
         refuse(bool(unknown), f"there is no agent {', '.join(unknown)}, only {', '.join(self.agents)}")
-        checked = {agent: integer_below(NUM_ACTIONS, actions[agent]) for agent in self.agents}
-        for agent, action in checked.items():
+        checked = {}
+        for agent in self.agents:
+            action = integer_below(NUM_ACTIONS, actions[agent])
             if action is None:
-                given = short_repr(actions[agent])
-                raise UserError(f"the action of {agent} must be an integer, 0 to {NUM_ACTIONS - 1}, not {given}")
+                wrong = short_repr(actions[agent])
+                raise UserError(f"the action of {agent} must be an integer, 0 to {NUM_ACTIONS - 1}, not {wrong}")
+            checked[agent] = action
         return checked
 
+    def _joint_action(self, actions):  # of all seats
+        joint = []
+        for i, name in enumerate(self.seats):
+            action = actions[f"player_{i}"] if name == "learner" else self._choose(i, name)
+            joint.append(action)
+        return joint
+
     def _legal(self, i):  # the legal actions of seat i
-        game, here = self.game, self.game.position[i]
-        moves = [action for action in range(STAY) if (to := self.target[here][action]) != here and not game.walls[to]]
-        prey = zip(game.prey_position, game.prey_alive, self.hunt_action, strict=True)
-        hunts = [hunt for cell, alive, hunt in prey if alive and cell == here]
-        return [*moves, STAY, *hunts] if game.present[i] else [STAY]
+        game = self.game
+        if not game.present[i]:
+            return [STAY]
+        here = game.position[i]
+        legal = []
+        for action, target in enumerate(self.target[here][:STAY]):
+            if target != here and not game.walls[target]:
+                legal.append(action)
+        legal.append(STAY)
+        for prey, cell in enumerate(game.prey_position):
+            if cell == here and game.prey_alive[prey]:
+                legal.append(self.hunt_action[prey])
+        return legal
+
+    def _move(self, joint):
+        """Moves everybody; returns the seats that hunt each prey"""
+        game = self.game
+        parties = [[] for _ in self.hunt_action]
+        for i, action in enumerate(joint):
+            if action not in self._legal(i):
+                continue
+            here = game.position[i]
+            if action in (HUNT_STAG, HUNT_HARE):
+                parties[game.prey_position.index(here)].append(i)
+            else:
+                game.position[i] = self.target[here][action]
+        return parties
+
+    def _catch(self, prey, party, rewards):
+        """The party shares the prey's reward and leaves with it"""
+        config = self.config
+        value = config.stag_reward if prey < config.num_stags else config.hare_reward
+        strengths = config.seat_strengths
+        total = sum(strengths[i] for i in party)
+        for i in party:
+            rewards[i] += value * strengths[i] / total
+            self.game.present[i] = False
+        self.game.prey_alive[prey] = False
+        if self.game.first_hunt < 0:
+            self.game = self.game._replace(first_hunt=self.game.time)
+
+    def _is_over(self):
+        game = self.game
+        players = range(len(self.seats)) if self.config.prosocial else self.seat.values()
+        everybody_left = not any(game.present[i] for i in players)
+        limit = self.config.steps_after_first_hunt
+        late = limit is not None and 0 <= game.first_hunt <= game.time - limit
+        return game.time >= self.config.final_time or everybody_left or late
 
     def _choose(self, i, name):  # the action of a rule-based player in seat i
-        legal, hunt, key = self._legal(i), HUNTED.get(name), (name, *self.game.prey_alive)
+        legal = self._legal(i)
         if name == "random":
             return self.random.choice(legal)
+        hunt = HUNTED.get(name)
         if hunt is None:  # slower
             rule = (PLAYER_PROBS | STRANGER_PROBS)[name]
             return sample(rule(self.core, self._batch(), i), self.core.generator).item()
+        key = (name, *self.game.prey_alive)
         if key not in self.distance:
             self.distance[key] = self.core.distance_to_prey(self._batch(), hunt)[0].tolist()
         steps = [self.distance[key][cell] for cell in self.target[self.game.position[i]]]
-        return self.random.choice([a for a in legal if a == hunt or steps[a] < steps[STAY]] or legal)
+        wanted = [action for action in legal if action == hunt or steps[action] < steps[STAY]]
+        return self.random.choice(wanted or legal)
 
     def _observe(self):  # observations, infos
-        planes, n, found = self.state(), len(self.seats), {}
+        planes = self.state()
+        players = len(self.seats)
+        observations = {}
+        infos = {}
         for agent, i in self.seat.items():
-            order = [(i + k) % n for k in range(n)]
-            view, mask = planes[[*order, n, n + 1, n + 2]].astype(np.uint8), np.zeros(NUM_ACTIONS, np.int8)
+            seen = [(i + k) % players for k in range(players)]
+            seen += [players, players + 1, players + 2]  # walls, stags, hares
+            mask = np.zeros(NUM_ACTIONS, np.int8)
             mask[self._legal(i)] = 1
-            found[agent] = {"observation": view, "action_mask": mask, "time": planes[-1, 0, :1].copy()}
-        return found, {agent: {"action_mask": seen["action_mask"]} for agent, seen in found.items()}
+            observations[agent] = {
+                "observation": planes[seen].astype(np.uint8),
+                "action_mask": mask,
+                "time": planes[-1, 0, :1].copy(),
+            }
+            infos[agent] = {"action_mask": mask}
+        return observations, infos
 
     def state(self) -> np.ndarray:
-        """float32 [C + 1, H, W]: the planes in seat order, as seat 0 sees them, and one filled with the clock"""
+        """float32 [C + 1, H, W]: the planes as seat 0 sees them, and one filled with the clock"""
         refuse(self.game is None, "no game has begun: call reset first")
-        clock = np.full((1, self.config.num_cells), self.game.time / self.config.final_time)
-        return np.float32([*seat_planes(self.config, self.game), *clock]).reshape(self.state_space.shape)
+        clock = np.full(self.config.num_cells, self.game.time / self.config.final_time)
+        planes = [*seat_planes(self.config, self.game), clock]
+        return np.float32(planes).reshape(self.state_space.shape)
 
     def render(self):
-        self.state()  # is there a game?
-        draw = RENDERERS.get(self.render_mode)
-        return draw and draw(self.config, self._batch(), torch.tensor([self.returns]))
+        refuse(self.game is None, "no game has begun: call reset first")
+        if self.render_mode is not None:
+            draw = RENDERERS[self.render_mode]
+            return draw(self.config, self._batch(), torch.tensor([self.returns]))
 
     def _batch(self):  # State, B = 1
-        return State(*(torch.tensor([x], dtype=y.dtype) for x, y in zip(self.game, self.core.state, strict=True)))
+        fields = zip(self.game, self.core.state, strict=True)
+        return State(*(torch.tensor([value], dtype=like.dtype) for value, like in fields))
 
 
 class StagHuntGymEnv(gymnasium.Env):
-    """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others. The episode
-    ends when the learner has left, unless `prosocial`. Arguments as above: gymnasium.make("StagHunt-v0", height=5)."""
+    """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others.
+    The episode ends when the learner has left, unless `prosocial`. Arguments as above:
+    gymnasium.make("StagHunt-v0", height=5)."""
 
     metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}
 
     def __init__(self, config=None, seats="learner,nearest_stag,nearest_hare,random", render_mode=None, **fields):
         self.parallel_env = env = StagHuntParallelEnv(config, render_mode, seats, **fields)
-        refuse(len(env.seat) != 1, f"StagHunt-v0 needs exactly 1 learner among the seats, not {len(env.seat)}")
-        (self.agent,), self.render_mode, self.render = env.seat, render_mode, env.render
-        self.observation_space, self.action_space = env.observation_space(self.agent), env.action_space(self.agent)
+        learners = len(env.seat)
+        refuse(learners != 1, f"StagHunt-v0 needs exactly 1 learner among the seats, not {learners}")
+        (self.agent,) = env.seat
+        self.render_mode = render_mode
+        self.render = env.render
+        self.observation_space = env.observation_space(self.agent)
+        self.action_space = env.action_space(self.agent)
 
     def reset(self, *, seed=None, options=None):
         observations, infos = self.parallel_env.reset(seed)  # first: it refuses a wrong seed
@@ -1022,12 +1312,14 @@ class StagHuntGymEnv(gymnasium.Env):
         return observations[self.agent], infos[self.agent]
 
     def step(self, action):
-        return tuple(x[self.agent] for x in self.parallel_env.step({self.agent: action}))
+        outcome = self.parallel_env.step({self.agent: action})
+        return tuple(by_agent[self.agent] for by_agent in outcome)
 
     def action_masks(self) -> np.ndarray:
         """bool [7]: the name by which MaskablePPO of sb3-contrib asks"""
-        refuse(self.parallel_env.game is None, "no game has begun: call reset first")
-        return np.isin(range(NUM_ACTIONS), self.parallel_env._legal(self.parallel_env.seat[self.agent]))
+        env = self.parallel_env
+        refuse(env.game is None, "no game has begun: call reset first")
+        return np.isin(range(NUM_ACTIONS), env._legal(env.seat[self.agent]))
 
 
 if "StagHunt-v0" not in gymnasium.registry:
@@ -1041,22 +1333,28 @@ def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
     """The few flags that decide about the defaults of others, read first: name -> value"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in defaults.items():
-        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}  # without its value it is left for `parse` to refuse
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        # Without its value it is left for `parse` to refuse.
         parser.add_argument(*spellings, dest=name, default=default, nargs="?", const=default)
-    return vars(parser.parse_known_args(words)[0])
+    known, _ = parser.parse_known_args(words)
+    return vars(known)
 
 
 def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
-    """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of --help and the
-    dataclass it shows: one of which args_type is made, or StagHuntConfig for its field `config`."""
-
-    def part(group):
-        names = [field.name for field in dataclasses.fields(group)]
-        return default.config if group is StagHuntConfig else group(**{name: getattr(default, name) for name in names})
-
-    boxes, values = dataclasses.make_dataclass("Flags", groups.items()), {}
-    found = tyro.cli(boxes, args=words, default=boxes(*map(part, groups.values())), config=(tyro.conf.OmitArgPrefixes,))
-    for box in vars(found).values():
+    """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
+    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`."""
+    boxes_type = dataclasses.make_dataclass("Flags", groups.items())
+    defaults = []
+    for group in groups.values():
+        if group is StagHuntConfig:
+            defaults.append(default.config)
+        else:
+            names = [field.name for field in dataclasses.fields(group)]
+            defaults.append(group(**{name: getattr(default, name) for name in names}))
+    flat = (tyro.conf.OmitArgPrefixes,)
+    boxes = tyro.cli(boxes_type, args=words, default=boxes_type(*defaults), config=flat)
+    values = {}
+    for box in vars(boxes).values():
         values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
     return args_type(**values)
 
@@ -1065,42 +1363,38 @@ def free_memory(device: torch.device) -> float:
     """Bytes; inf where nobody tells"""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
     return math.inf
 
 
 def check_memory(needs: dict[str, int], device: torch.device) -> None:
-    """needs: flags -> bytes that they ask for, roughly. Linux would kill a process that asks for more than there is."""
-    free, most = free_memory(device), max(needs, key=needs.get)
-    total, room = (f"{size / 1e9:.3g} GB" for size in (sum(needs.values()), free))
-    refuse(sum(needs.values()) > free, f"too large for the memory: about {total} of {room}, most of it for {most}")
+    """needs: flags -> bytes, roughly. Linux kills a process that asks for more than there is."""
+    free = free_memory(device)
+    total = sum(needs.values())
+    largest = max(needs, key=needs.get)
+    about = f"about {total / 1e9:.3g} GB of {free / 1e9:.3g} GB"
+    refuse(total > free, f"too large for the memory: {about}, most of it for {largest}")
 
 
 def find_checkpoint(path: str | Path, flag: str = "") -> Path:
     """A checkpoint, or that of a run folder, which may be any seed's"""
-    path, start, flags = Path(path), f"{flag} {path}".strip(), Path(path) / "args.json"
+    start = f"{flag} {path}".strip()  # as it was given
+    path = Path(path)
     if path.is_dir():
+        flags = path / "args.json"
         refuse(not flags.is_file(), f"{start} is no run folder: it has no args.json")
         try:
-            named = path / json.loads(flags.read_text()).get("checkpoint", "checkpoint.pt")
+            saved = json.loads(flags.read_text())
+            named = path / saved.get("checkpoint", "checkpoint.pt")
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{flags} is broken, so that no checkpoint is named: {error}") from error
-        path = path / named.name if (path / named.name).is_file() else named.resolve()
+        beside = path / named.name
+        path = beside if beside.is_file() else named.resolve()
     refuse(not path.is_file(), f"{start}: there is no checkpoint {str(path)!r}")
     return path
-
-
-def check_writable(folder: str | Path, flag: str) -> None:
-    """Refuses a folder, there or to be made, in which no file can be written. Leaves nothing behind."""
-    try:
-        folder = Path(folder).absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise UserError(f"{flag}: cannot write to {str(folder)!r}: {error.strerror}") from error
 
 
 def check_run_flags(args) -> None:
@@ -1109,39 +1403,52 @@ def check_run_flags(args) -> None:
     refuse(not named, "--exp-name must be a name of up to 100 letters, digits and _ . + = -")
     refuse(args.seed + args.num_seeds > 2**40, "--seed must be below 2**40")
     refuse(not args.run_dir, "--run-dir must name a folder")
-    check_writable(args.run_dir, "--run-dir")
 
 
 def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., dict]) -> dict:
-    """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2."""
-    said = io.StringIO()
+    """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2. What is
+    not caught here is a mistake in the code and wants its traceback."""
     try:
         sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding has no such letter
-        with contextlib.redirect_stderr(said):
-            args = parse_args(sys.argv[1:])
-        said = None
-        return main(args)
+        return main(_read_flags(parse_args))
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
-    except SystemExit as stop:
-        if stop.code and said is not None:  # tyro explains itself in a box, what is wrong first
-            box = (line.strip("│ ") for line in said.getvalue().splitlines()[1:])
-            print("error:", *itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box), file=sys.stderr)
-        raise
-    except (UserError, FloatingPointError) as error:  # anything else is a mistake in the code and wants its traceback
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+        _exit("stopped", 130)
+    except UserError as error:
+        _exit(f"error: {error}", 2)
+    except FloatingPointError as error:
+        _exit(f"error: {error}", 1)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # in an import that torch puts off
-            print("stopped", file=sys.stderr)
-            sys.exit(130)
-        words = ("out of memory", "allocate memory", "not enough memory")
-        if isinstance(error, RuntimeError) and not any(word in str(error).lower() for word in words):
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            _exit("stopped", 130)  # in an import that torch puts off
+        if not _is_out_of_memory(error):
             raise
         what = "lower --num-envs, --num-steps, --num-seeds, the number of samples or trees, the widths or the board"
-        print(f"error: too large for this machine's memory; {what}", file=sys.stderr)
-        sys.exit(2)
+        _exit(f"error: too large for this machine's memory; {what}", 2)
+
+
+def _exit(message, code) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def _read_flags(parse_args):
+    """tyro explains itself in a box, what is wrong first: this becomes one line"""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return parse_args(sys.argv[1:])
+    except SystemExit as stop:
+        if stop.code:
+            box = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+            wrong = itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box)
+            print("error:", *wrong, file=sys.stderr)
+        raise
+
+
+def _is_out_of_memory(error):
+    said = str(error).lower()
+    words = ("out of memory", "allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 # Runs: the folders, log and checkpoint of a training script
@@ -1351,31 +1658,45 @@ def parse_args(words: list[str]) -> Args:
 def main(args: Args) -> dict:
     """Shows a game."""
     check_ranges(args)
-    check_memory({"--height, --width": 8 * args.config.num_cells**2}, torch.device("cpu"))
+    config = args.config
+    check_memory({"--height, --width": 8 * config.num_cells**2}, torch.device("cpu"))
     torch.manual_seed(args.seed)
-    config, env = args.config, StagHuntEnv(args.config, seed=args.seed)
-    seats = Seats(env, [["mixed"] * config.num_players if args.seats is None else args.seats])
+    env = StagHuntEnv(config, seed=args.seed)
+    table = ["mixed"] * config.num_players if args.seats is None else args.seats
+    seats = Seats(env, [table])
     refuse(seats.num_learners > 0, "--seats learner: nobody learns here; name a player, or mixed")
     if args.gif is not None:
-        refuse(Path(args.gif).suffix != ".gif", f"--gif must name a file that ends with .gif, not {args.gif!r}")
-        folder = Path(args.gif).parent
-        refuse(not folder.is_dir(), f"--gif {args.gif!r}: there is no folder {str(folder)!r}")
-        refuse(Path(args.gif).is_dir(), f"--gif {args.gif!r} is a folder")
-        check_writable(folder, "--gif")
+        check_gif(args.gif)
+
     names = [seats.names[kind] for kind in seats.kinds[0].tolist()]
-    print("  ".join(f"{i} {name}" for i, name in enumerate(names)) + "   (S stag, h hare, # wall)")
-    state, returns, frames, done = env.initial_state(), torch.zeros(1, config.num_players), [], False
+    who = "  ".join(f"{i} {name}" for i, name in enumerate(names))
+    print(f"{who}   (S stag, h hare, # wall)")
+    state = env.initial_state()
+    returns = torch.zeros(1, config.num_players)
+    frames = []
+    done = False
     while not done:
         print(render_ansi(config, state, returns), flush=True)
         actions = sample(seats.action_probs(state))
         frames.append(render_rgb(config, state, returns, names=names, hunting=actions[0]))
-        time.sleep(0.25 if sys.stdout.isatty() else 0)
+        if sys.stdout.isatty():
+            time.sleep(0.25)
         state, reward, _, done = env.transition(state, actions)
         returns += reward
     print(render_ansi(config, state, returns))
-    if args.gif:
-        write_gif(args.gif, [*frames, render_rgb(config, state, returns, names=names)])
+    if args.gif is not None:
+        frames.append(render_rgb(config, state, returns, names=names))
+        write_gif(args.gif, frames)
     return {"returns": returns[0].tolist(), "length": int(state.time)}
+
+
+def check_gif(path: str) -> None:
+    """Before the game is shown, not after it"""
+    refuse(Path(path).suffix != ".gif", f"--gif must name a file that ends with .gif, not {path!r}")
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise UserError(f"--gif: cannot write to {path!r}: {error.strerror}") from error
 
 
 if __name__ == "__main__":
