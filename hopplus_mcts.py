@@ -279,7 +279,7 @@ HOP = {
     "history_reset_prob": 0.0,
 }
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
-PPO_ON_CPU = {**ON_CPU, "num_envs": 256, "total_timesteps": 400_000, "update_epochs": 3, "learning_rate": 1e-3}
+PPO_ON_CPU = {**ON_CPU, "total_timesteps": 400_000, "update_epochs": 3}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
@@ -363,7 +363,6 @@ def validate(args: Args) -> StagHuntConfig:
     """Refuses wrong flags before anything is written."""
     config = args.config
     game.check_ranges(args)
-    game.check_run_flags(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
     kinds = len(game.population_names(args.population))
@@ -548,10 +547,11 @@ class BoardEncoder(nn.Module):
         right = column - column[:, None] + config.width - 1
         rows = spots * (players + 2) + cells + 1  # the last row stands for what is not there
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row
-        lookup[:, :cells, :cells] = down * wide + right + spots * np.arange(players + 2)[:, None, None]
-        lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
-        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
+        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, cell]
+        first_row = spots * np.arange(players + 2)[:, None, None]  # of each kind
+        lookup[:, :cells, :cells] = first_row + down * wide + right
+        lookup[:, cells] = lookup[:, 0]  # who has left sees the board from its first cell
+        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer itself
         kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
@@ -562,12 +562,17 @@ class BoardEncoder(nn.Module):
     def forward(self, board, walls):
         """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
         row = self.lookup[self.kind, board[:, :1], board]
-        zeros = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device)
+        zeros = self.table.new_zeros(len(row), len(self.table))
         # As a lookup, but its gradient is a product too: a lookup's is slow on a GPU.
         x = zeros.scatter(1, row, 1.0) @ self.table
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
+
+
+def num_goal_params(args: Args) -> int:
+    """Mean and log-variance of each number, or a logit of each category"""
+    return 2 * args.goal_dim if args.goal_kind == "continuous" else args.goal_dim
 
 
 class SubgoalPrior(nn.Module):
@@ -577,7 +582,7 @@ class SubgoalPrior(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = layer(hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.head = layer(hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
     def forward(self, board, walls):
@@ -597,7 +602,7 @@ class SubgoalInference(nn.Module):
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
         self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
-        self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.head = mlp(3 * hidden, hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
@@ -695,7 +700,8 @@ class WorldModel(nn.Module):
         on_board = (row >= 0) & (row < config.height) & (column >= 0) & (column < config.width)
         around = np.where(on_board, row * config.width + column, self.gone)
         around = torch.tensor([*around.tolist(), [self.gone] * 9])  # [H*W + 1, 9]
-        target = F.pad(around[:, [1, 7, 3, 5, 4]], (0, 1), value=self.gone)  # up, down, left, right, stay, gone
+        target = around[:, [1, 7, 3, 5, 4]]  # up, down, left, right, stay
+        target = F.pad(target, (0, 1), value=self.gone)  # gone
         self.register_buffer("around", around, persistent=False)
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
@@ -707,7 +713,7 @@ class WorldModel(nn.Module):
             inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * self.players + 4) + self.players
             seat = torch.arange(self.players)
             ego = (seat[:, None] + seat) % self.players
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N] in ego order
+            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
             self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
         self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
@@ -725,14 +731,15 @@ class WorldModel(nn.Module):
         on its cell being taken [n, N], of the observer's payoff [n, payoffs]"""
         acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
         cell = board[:, : self.players].long()
-        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)  # also around the board
+        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
         x = self.patches(board, walls, acts, seat)
         x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
         blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
         outcome = select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
         outcome = outcome.masked_fill(torch.cat([blocked, no_prey], 2), -1e9)
-        payoff = select_head(self.payoff_head(x[:, 0]), self.payoff_case(cell, joint.long()), self.num_payoff_heads)
+        case = self.payoff_case(cell, joint.long())
+        payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
     def patches(self, board, walls, acts, seat):
@@ -776,10 +783,12 @@ class WorldModel(nn.Module):
         next_cell = next_board[:, : self.players]
         goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(2)
         goes = torch.where(next_cell < self.gone, goes, 5)
-        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0] * (cell < self.gone)
+        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0]
+        outcome_loss = outcome_loss * (cell < self.gone)
         on_prey = self.on_prey(board)
         lost = (on_prey & (next_board[:, None, self.players :] == self.gone)).any(2).float()
-        taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none") * on_prey.any(2)
+        taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none")
+        taken_loss = taken_loss * on_prey.any(2)
         paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
         payoff_loss = -payoff.log_softmax(1).gather(1, paid)[:, 0]
         return (outcome_loss + taken_loss).sum(1) + payoff_loss
@@ -812,9 +821,10 @@ class ActorCritic(nn.Module):
         state_size = 1 + NUM_ACTIONS * config.num_players  # clock, last joint action
         goals = goal_size(args) * (config.num_players - 1)
         self.sizes = [entities, config.num_wall_cells, state_size, goals]
-        self.padding = -(hidden + state_size + goals) % 8  # as in BoardEncoder
+        inputs = hidden + state_size + goals
+        self.padding = -inputs % 8  # as in BoardEncoder
         self.encoder = BoardEncoder(config, hidden)
-        self.trunk = mlp(hidden + self.padding + state_size + goals, hidden, hidden, gain=math.sqrt(2))
+        self.trunk = mlp(inputs + self.padding, hidden, hidden, gain=math.sqrt(2))
         self.actor = mlp(hidden, hidden, NUM_ACTIONS, gain=0.01)
         self.critic = mlp(hidden, hidden, 1)
 
@@ -843,7 +853,7 @@ def policy_inputs(args: Args, board, walls, clock, last_joint, goals):
     acts = acts * (args.subgoals != "hop")  # it reads the state alone
     parts = (board, walls, clock[..., None], acts, goals)
     dtype = inference_dtype(args, board.device)
-    return torch.cat([x.to(dtype) for x in parts], 2)  # cells are numbers up to 255: exact in bfloat16 too
+    return torch.cat([x.to(dtype) for x in parts], 2)  # cells, up to 255, are exact in bfloat16
 
 
 def inference_dtype(args: Args, device) -> torch.dtype:
@@ -857,7 +867,7 @@ class Networks(NamedTuple):
     prior: Stacked | None = None  # f_psi
     inference: Stacked | None = None  # q_phi
     moa: Stacked | None = None
-    moa_prior: Stacked | None = None  # only in pretraining: MOA given f_psi's subgoal of the present state
+    moa_prior: Stacked | None = None  # only in pretraining: MOA given f_psi's subgoal
     world: Stacked | None = None
 
     def present(self) -> dict[str, Stacked]:
@@ -972,8 +982,8 @@ def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, 
     if args.subgoals in BAYES:
         return add_evidence(args, belief, joint, history, done)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
-    event = networks.inference(belief.features, seen, method="event").unflatten(1, history.shape[1:3])
-    event = event * belief.present[..., None]
+    event = networks.inference(belief.features, seen, method="event")
+    event = event.unflatten(1, history.shape[1:3]) * belief.present[..., None]
     return add_event(history, event, done[..., None, None], history_decay(args))
 
 
@@ -1535,7 +1545,8 @@ class Games:
             redraw = "never" if decay else "game"
         resets = decay > 0 and args.subgoals == "posterior"
         env_seed = torch.initial_seed() + 1
-        self.env = StagHuntEnv(config, len(tables) * args.num_envs, device, env_seed, compile=args.compile)
+        num_envs = len(tables) * args.num_envs
+        self.env = StagHuntEnv(config, num_envs, device, env_seed, compile=args.compile)
         self.seats = game.Seats(
             self.env,
             tables,
@@ -1671,13 +1682,13 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         if step == num_steps:
             break
         record_time("network")
-        found = {}
+        search_outputs = {}
         if searches:
             position = Position(board, time_now, first_hunt, last_joint, history)
             situation = position, walls, oracle_id, belief, seats.learner_seat
             plan, _ = plan_actions(args, env, networks, infer, *situation, record_time)
             log_probs = plan.log_probs
-            found = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
+            search_outputs = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
         if networks.moa is not None and (step + 1) % measured == 0:
             probabilities.append({"probs": probs, "bayes_probs": seats.posterior_probs()})
@@ -1685,7 +1696,8 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         joint = seats.to_learners(env.seats_to_ego(actions))
         reward, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
-        next_cells = torch.where(done[:, None, None], env.cells(env.final_state), env.cells(env.state))
+        last_cells = env.cells(env.final_state)
+        next_cells = torch.where(done[:, None, None], last_cells, env.cells(env.state))
         next_board = seats.to_learners(next_cells)
         learner_done = seats.per_learner(done)
         history_reset = torch.zeros_like(learner_done)
@@ -1694,7 +1706,8 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
             if args.subgoals == "hop":
                 counted = count_hunts(args, joint, exited(config, board, next_board), history)
             next_history = update_history(args, env, networks, belief, joint, counted, learner_done)
-            history_reset = learner_done & (torch.rand(learner_done.shape, device=env.device) < reset_prob)
+            history_reset = torch.rand(learner_done.shape, device=env.device) < reset_prob
+            history_reset = history_reset & learner_done
             games.history.copy_(next_history.masked_fill(history_reset[..., None, None], 0.0))
         games.last_joint.copy_(joint.masked_fill(learner_done[..., None], STAY))
         steps.append(
@@ -1714,7 +1727,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 oracle_id=oracle_id,
             )
         )
-        outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, **found})
+        outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, **search_outputs})
         episodes.append(
             {
                 "done": done,
@@ -1821,7 +1834,7 @@ def hindsight_goals(args: Args, env, networks, selection: str, windows: Transiti
         lowest = torch.where(valid, value, math.inf).argmin(2)
         chosen = (now[..., None] + 1 + lowest).clamp(max=ends - 1)
         has_goal = valid.any(2)
-    chosen = torch.where(has_goal, chosen, now[..., None])[..., None]  # without one: the present state
+    chosen = torch.where(has_goal, chosen, now[..., None])[..., None]  # else the present state
     return prior.gather(1, chosen.expand(*chosen.shape[:4], prior.shape[4]))
 
 
@@ -1830,14 +1843,16 @@ def candidate_values(args: Args, env, networks, windows: Transitions, goals, can
     G, K, D] and the others what is inferred of them, goals [M, T, G, K, D]"""
     k = goals.shape[3]
     is_j = torch.eye(k, dtype=torch.bool, device=goals.device)[..., None]  # [j, K, 1]
-    tried = torch.where(is_j, candidates[:, :, :, :, None], goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
+    candidates = candidates[:, :, :, :, None]
+    tried = torch.where(is_j, candidates, goals[:, :, None, :, None])  # [M, T, h, G, j, K, D]
     steps = tree_map(lambda x: x.flatten(1, 2), windows)
     board, walls, _ = (x[:, :, 0] for x in entity_views(env, steps.board, steps.walls, 1))
     clock = steps.time / env.config.final_time
-    inputs = policy_inputs(args, board, walls, clock, steps.last_joint, goals.flatten(1, 2).flatten(2))
+    step_goals = goals.flatten(1, 2).flatten(2)
+    inputs = policy_inputs(args, board, walls, clock, steps.last_joint, step_goals)
     features, _ = networks.policy(inputs, method="features")
-    features = features.unflatten(1, windows.done.shape[1:])[:, :, None, :, None]  # [M, T, 1, G, 1, _]
-    features = features.expand(*tried.shape[:5], -1)
+    features = features.unflatten(1, windows.done.shape[1:])  # [M, T, G, _]
+    features = features[:, :, None, :, None].expand(*tried.shape[:5], -1)
     value = networks.policy(features.flatten(1, 4), tried.flatten(5).flatten(1, 4), method="value")
     return value.view(tried.shape[:5])
 
@@ -1854,10 +1869,11 @@ def moa_subgoals(args: Args, windows: Transitions, posterior, goal, hindsight, e
     steps = windows.done.shape[1]
     goal = goal.unflatten(1, (*windows.done.shape[1:], -1))  # [M, T, G, K, D]
     now = torch.arange(steps, device=device).view(1, -1, 1, 1)
-    age = now - same_game(windows.done).byte().argmax(2)  # steps since the game, or the window, began
+    age = now - same_game(windows.done).byte().argmax(2)  # since the game or the window began
     back = torch.rand(goal.shape[:-1], device=device) * (age + 1)
     back = back * (torch.rand(goal.shape[:-1], device=device) < 0.5)
-    earlier = F.one_hot(now - back.long(), steps).float()  # a product: the gradient of gather differs run by run
+    earlier = F.one_hot(now - back.long(), steps).float()
+    # A product, as the gradient of gather differs run by run.
     goal = torch.einsum("mtgku,mugkd->mtgkd", earlier, goal).flatten(1, 3)
     use_hindsight = torch.rand(*goal.shape[:2], 1, device=device) < eps
     return torch.where(use_hindsight, goal_mean(args.goal_kind, hindsight), goal)
@@ -1886,12 +1902,14 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
         priors = prior.view(*present.shape, -1)
         hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present, whole.done)
         hindsight = hindsight.flatten(1, 3)
-    goal = sample_goal(args.goal_kind, posterior, goal_noise(args, *posterior.shape[:2], device=env.device))
+    noise = goal_noise(args, *posterior.shape[:2], device=env.device)
+    goal = sample_goal(args.goal_kind, posterior, noise)
+    reconstruction = networks.inference(goal, history, method="reconstruct")
     moa_goal = moa_subgoals(args, windows, posterior, goal, hindsight, eps)
     weight = row_weights(windows.done, present[:, : shape[1]])
     losses = {
         "moa": moa_loss(env, networks.moa, rows, windows, moa_goal, weight),
-        "recon": reconstruction_loss(env, rows, networks.inference(goal, history, method="reconstruct"), weight),
+        "recon": reconstruction_loss(env, rows, reconstruction, weight),
         "kl": masked_mean(goal_kl(args.goal_kind, posterior, hindsight), weight),
     }
     losses["loss"] = losses["moa"]
@@ -1899,7 +1917,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
         losses["loss"] = losses["moa"] + losses["recon"] + args.kl_coef * losses["kl"]
     if pretraining:
         prior = prior[:, : posterior.shape[1]]
-        losses["loss"] = losses["loss"] + prior_loss(args, env, networks, rows, windows, prior, weight)
+        losses["loss"] += prior_loss(args, env, networks, rows, windows, prior, weight)
     return losses
 
 
@@ -1946,10 +1964,12 @@ def reconstruction_loss(env, rows: OpponentRows, logits, weight):
 
 def prior_loss(args: Args, env, networks: Networks, rows: OpponentRows, windows: Transitions, prior, weight):
     """Of f_psi, a VAE whose subgoal also tells the action [M]; prior [M, n, _]"""
-    goal = sample_goal(args.goal_kind, prior, goal_noise(args, *prior.shape[:2], device=env.device))
+    noise = goal_noise(args, *prior.shape[:2], device=env.device)
+    goal = sample_goal(args.goal_kind, prior, noise)
     kl = masked_mean(goal_kl(args.goal_kind, prior, torch.zeros_like(prior)), weight)
     recon = reconstruction_loss(env, rows, networks.prior(goal, method="reconstruct"), weight)
-    return recon + args.kl_coef * kl + moa_loss(env, networks.moa_prior, rows, windows, goal, weight)
+    moa = moa_loss(env, networks.moa_prior, rows, windows, goal, weight)
+    return recon + args.kl_coef * kl + moa
 
 
 def make_optimizer(params: list[nn.Parameter], learning_rate: float, eps=1e-8, beta2=0.999) -> torch.optim.Adam:
@@ -1998,8 +2018,8 @@ def train_opponent_models(args: Args, env, networks, optimizer, replay, offline,
         optimizer_step(optimizer, losses["loss"], 1.0)
         metrics.append(
             {
-                "losses/opponent_models": losses["loss"],
                 "losses/moa": losses["moa"],
+                "losses/opponent_models": losses["loss"],
                 "omg/recon": losses["recon"],
                 "omg/kl": losses["kl"],
             }
@@ -2028,8 +2048,9 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     ended, first_hunt"""
     taken = (next_board != board)[..., config.num_players :].any(-1)
     first_hunt = torch.where(taken & (first_hunt < 0), time_next, first_hunt)
-    needed = config.num_players if config.prosocial else 1  # who has left earns nothing more, unless all share
-    ended = (next_board[..., :needed] == config.num_cells).all(-1) | (time_next >= config.final_time)
+    earning = config.num_players if config.prosocial else 1  # who has left earns no more, unless all share
+    ended = (next_board[..., :earning] == config.num_cells).all(-1)
+    ended = ended | (time_next >= config.final_time)
     if config.steps_after_first_hunt is not None:
         ended |= (first_hunt >= 0) & (time_next - first_hunt >= config.steps_after_first_hunt)
     return ended, first_hunt
@@ -2068,12 +2089,14 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
         paid = paid & (payoff_errors(config, games.reward[:, k]).argmin(-1) == predicted)
         metrics[f"wm/exact_match/{k + 1}"] = masked_mean(exact, valid)
         metrics[f"wm/payoff_match/{k + 1}"] = masked_mean(paid, valid)
-        trusted.append((exact & paid & valid).sum(1) >= args.trust_exact_match * valid.sum(1))  # no game: trusted
+        right = (exact & paid & valid).sum(1)
+        trusted.append(right >= args.trust_exact_match * valid.sum(1))  # without a game too
         valid = valid & ~games.done[:, k]
     horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
     metrics["wm/horizon"] = horizon.float()
     unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
-    metrics["wm/unknown_reward"] = (unknown * learner_mask(config, transitions.board)).flatten(1).amax(1)
+    unknown = unknown * learner_mask(config, transitions.board)
+    metrics["wm/unknown_reward"] = unknown.flatten(1).amax(1)
     return horizon, metrics
 
 
@@ -2440,7 +2463,7 @@ def capture(function, env: StagHuntEnv, use: bool):
         return function
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(env.generator)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog goes on
         result = function()
 
     def replay():
@@ -2484,8 +2507,10 @@ def init_ranks(device: torch.device) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        on_gpu = device.type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        if device.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -2572,13 +2597,16 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     seed_everything(seeds, rank, stream=0)
     games = Games(args, tables, device)
     m = games.seats.num_learners
-    networks = make_networks(args, [100 * seed + i for seed in seeds for i in range(m // len(seeds))], device)
-    optimizers = {"policy": make_optimizer(networks.policy.parameters(), args.learning_rate, eps=1e-5)}
+    network_seeds = [100 * seed + i for seed in seeds for i in range(m // len(seeds))]
+    networks = make_networks(args, network_seeds, device)
+    policy = networks.policy.parameters()
+    optimizers = {"policy": make_optimizer(policy, args.learning_rate, eps=1e-5)}
     if networks.moa is not None:
         learned = networks.inference.parameters() + networks.moa.parameters()
         optimizers["opponents"] = make_optimizer(learned, args.subgoal_learning_rate)
     if networks.world is not None:
-        optimizers["world"] = make_optimizer(networks.world.parameters(), args.wm_learning_rate, beta2=0.99)
+        world = networks.world.parameters()
+        optimizers["world"] = make_optimizer(world, args.wm_learning_rate, beta2=0.99)
     watched = None
     if networks.moa is not None and args.offline_ratio > 0:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -2630,7 +2658,12 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     a copy. -> metrics on fresh games"""
     device = state.games.env.device
     table = game.seats_table(args.seats, args.config.num_players)
-    args = dataclasses.replace(args, num_envs=args.pretraining_games, share_parameters=True, compile=False)
+    args = dataclasses.replace(
+        args,
+        num_envs=args.pretraining_games,
+        share_parameters=True,
+        compile=False,
+    )
     seed_everything(seeds, rank, stream=2)
     games = Games(args, [table] * len(seeds), device, watch=True)
     networks = make_networks(args, [100 * seed for seed in seeds], device, pretraining=True)
@@ -2668,7 +2701,8 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
             learn = capture(learn, games.env, args.cudagraphs)
         for _ in range(updates):
             learn()
-    learner_seed = torch.arange(len(seeds), device=device).repeat_interleave(len(state.networks.policy) // len(seeds))
+    learners_each = len(state.networks.policy) // len(seeds)
+    learner_seed = torch.arange(len(seeds), device=device).repeat_interleave(learners_each)
     for name, network in state.networks.present().items():
         if name != "policy":
             weights = getattr(networks, name).state_dict()
@@ -2694,7 +2728,7 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     """Imagined samples for PPO, so many that --ppo-real-ratio of all are real"""
     args = state.args
     env = state.games.env
-    real_ratio = args.ppo_real_ratio or 0.5  # 0: as many imagined samples as there would be real ones
+    real_ratio = args.ppo_real_ratio or 0.5  # 0: as many as there would be real ones
     real_steps = args.num_steps * state.games.last_joint.shape[1]
     steps = real_steps * (1 - real_ratio) / real_ratio
     windows = math.ceil(steps / args.imagination_horizon / args.num_steps)
@@ -2707,7 +2741,8 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     start = replayed_states(args, env, state.networks, windows)
     start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
     mask = learner_mask(env.config, start.board)
-    return make_ppo_batch(args, imagine(args, env, state.networks, start, mask, state.horizon), real=False)
+    samples = imagine(args, env, state.networks, start, mask, state.horizon)
+    return make_ppo_batch(args, samples, real=False)
 
 
 def train_iteration(state: TrainState) -> dict:
@@ -2740,7 +2775,8 @@ def train_iteration(state: TrainState) -> dict:
     if networks.moa is not None:
         replay.push(transitions)
     if networks.world is not None:
-        metrics |= train_world_model(args, networks, state.optimizers["world"], replay, offline, args.wm_updates)
+        optimizer = state.optimizers["world"]
+        metrics |= train_world_model(args, networks, optimizer, replay, offline, args.wm_updates)
     if networks.moa is not None:
         models = env, networks, state.optimizers["opponents"], replay, offline
         metrics |= train_opponent_models(args, *models, state.eps, args.subgoal_updates)
@@ -2793,22 +2829,26 @@ def script_version() -> dict[str, str]:
     return {"name": Path(__file__).name, "sha256": hashlib.sha256(text).hexdigest()}
 
 
-def prepare(args: Args, state: TrainState, checkpoint: dict | None, seeds: list[int], rank: int, say) -> None:
-    """What the first iteration starts from: the checkpoint, or models that are pretrained"""
-    if checkpoint:
-        try:
-            state.load_state_dict(checkpoint["states"][rank])
-        except game.UserError as error:
-            raise game.UserError(f"--resume {args.resume}: {error}") from error
-        made_by = checkpoint["script"]
-        if made_by != script_version():
-            say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
-    elif state.networks.moa is not None:
-        say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
-        metrics = pretrain(state.args, state, seeds, rank)
-        shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/exact_match/1", "wm/horizon")
-        texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
-        say(f"on fresh rule-based games: {', '.join(texts)}")
+def load_state(args: Args, state: TrainState, checkpoint: dict, rank: int, say) -> None:
+    """What a resumed run goes on from"""
+    try:
+        state.load_state_dict(checkpoint["states"][rank])
+    except game.UserError as error:
+        raise game.UserError(f"--resume {args.resume}: {error}") from error
+    made_by = checkpoint["script"]
+    if made_by != script_version():
+        say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
+
+
+def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> None:
+    """Pretrains the models, where there are any"""
+    if state.networks.moa is None:
+        return
+    say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
+    metrics = pretrain(state.args, state, seeds, rank)
+    shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/horizon")
+    texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+    say(f"on fresh rule-based games: {', '.join(texts)}")
 
 
 def capture_iterations(state: TrainState):
@@ -2872,21 +2912,27 @@ def main(args: Args) -> dict[str, float]:
     checkpoint = None
     iteration = 0
     seconds = 0.0
-    if args.resume is not None:
+    if args.resume is None:
+        game.check_run_flags(args)
+    else:
         args, checkpoint = resume_run(args, device, num_ranks)
         iteration = checkpoint["iteration"]
         seconds = checkpoint["seconds"]
     say = tqdm.write if rank == 0 else lambda _: None
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
-    rank_args = dataclasses.replace(rank_share(args, num_ranks), compile=args.compile and device.type == "cuda")
+    rank_args = rank_share(args, num_ranks)
+    rank_args.compile = args.compile and device.type == "cuda"
     game.check_memory(memory_needs(rank_args), device)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     table = game.seats_table(args.seats, config.num_players)
     state = make_train_state(rank_args, [table] * len(seeds), seeds, device, rank)
     if checkpoint is None:
         load_pretrained(rank_args, state.networks)
-    say(f"{config.setting}, {args.method}, {state.games.seats.num_learners} learner(s), on {num_ranks} x {device.type}")
+    else:
+        load_state(args, state, checkpoint, rank, say)
+    learners = state.games.seats.num_learners
+    say(f"{config.setting}, {args.method}, {learners} learner(s), on {num_ranks} x {device.type}")
     steps_each = args.num_envs * args.num_steps
     num_iterations = total_steps(args) // steps_each
     step = iteration * steps_each
@@ -2895,20 +2941,29 @@ def main(args: Args) -> dict[str, float]:
         if rank == 0:
             run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
             held.callback(run.close)
-        prepare(args, state, checkpoint, seeds, rank, say)
+        if checkpoint is None:
+            prepare(args, state, seeds, rank, say)
         run_iteration, watch = capture_iterations(state)
         ready = time.time() - started
         if run is not None:
             say(f"ready after {ready:.1f} s; run folder {run.folders[0]}")
         stop = held.enter_context(game.stop_requests())
-        bar = tqdm(initial=step, total=total_steps(args), unit="step", unit_scale=True, mininterval=1, disable=rank > 0)
+        bar = tqdm(
+            initial=step,
+            total=total_steps(args),
+            unit="step",
+            unit_scale=True,
+            mininterval=1,
+            disable=rank > 0,
+        )
         held.enter_context(bar)
         began = time.time() - seconds
         last_save = time.time()
         asked = False
         rows = [{}]
         while iteration < num_iterations and not asked:
-            learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * iteration / num_iterations)
+            decay = 0.9 * args.anneal_lr * iteration / num_iterations
+            learning_rate = args.learning_rate * (1 - decay)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
             state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
             if iteration % args.replay_rollouts == 0:
@@ -2936,16 +2991,19 @@ def main(args: Args) -> dict[str, float]:
                 problem = find_explosion(args, row, state.networks)
                 if problem:
                     save_run(run, args, state, iteration, seconds, problem)
-                    raise FloatingPointError(f"{problem} (seed {seed}, iteration {iteration}; see checkpoint_bad.pt)")
+                    where = f"seed {seed}, iteration {iteration}; see checkpoint_bad.pt"
+                    raise FloatingPointError(f"{problem} ({where})")
             mean_return = np.mean([row["charts/episodic_return"] for row in rows])
             stag_share = np.mean([row["charts/stag_share"] for row in rows])
-            bar.set_postfix_str(f"return {mean_return:.3f}, stag share {stag_share:.2f}", refresh=False)
+            shown = f"return {mean_return:.3f}, stag share {stag_share:.2f}"
+            bar.set_postfix_str(shown, refresh=False)
             bar.update(step - bar.n)
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
                 save_run(run, args, state, iteration, seconds)
                 last_save = time.time()
-            pictures_due = PICTURES * iteration // num_iterations
-            if run is not None and pictures_due > PICTURES * (iteration - args.log_every) // num_iterations:
+            before = iteration - args.log_every
+            due = PICTURES * iteration // num_iterations > PICTURES * before // num_iterations
+            if run is not None and due:
                 add_histograms(run, samples, step)
             began = time.time() - seconds  # pictures and checkpoints are no training
         if run is not None and iteration == num_iterations and rows[0]:

@@ -2328,10 +2328,10 @@ def main(args: Args) -> dict[str, float]:
         asked = False
         rows = [{}]
         while iteration < num_iterations and not asked:
-            progress = iteration / num_iterations
-            learning_rate = args.learning_rate * (1 - 0.9 * args.anneal_lr * progress)
+            decay = 0.9 * args.anneal_lr * iteration / num_iterations
+            learning_rate = args.learning_rate * (1 - decay)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
-            state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * progress))
+            state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
             if iteration % args.replay_rollouts == 0:
                 watch()
             samples = run_iteration()

@@ -1468,46 +1468,36 @@ class Run:
     checkpoint.pt in the first"""
 
     def __init__(self, args, label: str, checkpoint: dict | None, step: int):
-        """A new run's, or the resumed one's as they were at `step`, where its checkpoint lies, also
-        if it was moved"""
-        import fcntl  # not on Windows, where the game runs all the same
-
-        from torch.utils.tensorboard import SummaryWriter
-
-        stamp = int(time.time())
-        while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-            stamp += 1
-        seeds = range(args.seed, args.seed + args.num_seeds)
-        names = [f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
-        self.folders = [Path(args.run_dir) / name for name in names]
-        if checkpoint:
-            first = Path(args.resume).resolve().parent
-            names = checkpoint["folders"]
-            if first.name != names[0]:  # it was copied
-                names = [f"{first.name}__{seed}" for seed in seeds]
-            self.folders = [first, *(first.parent / name for name in names[1:])]
-        checkpoint_path = f"../{self.folders[0].name}/checkpoint.pt"
-        flags = {**dataclasses.asdict(args), "checkpoint": checkpoint_path}
-        self.flags = {name: str(value) for name, value in flags.items()}
-        table = "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-        threading.excepthook = lambda _: None  # of TensorBoard's thread: never_fatal says it
+        """A new run's, or the resumed one's as they were at `step`"""
+        self.folders = resumed_folders(args, checkpoint) if checkpoint else new_folders(args, label)
+        first_checkpoint = f"../{self.folders[0].name}/checkpoint.pt"
+        self.flags = {**dataclasses.asdict(args), "checkpoint": first_checkpoint}
         try:
-            self.folders[0].mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folders[0] / "lock", "w")  # noqa: SIM115, held until the end
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for folder in self.folders:
-                folder.mkdir(exist_ok=True)
-                (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-                keep_rows(folder / "metrics.jsonl", step)
-            self.writers = [SummaryWriter(folder, purge_step=step + 1) for folder in self.folders]
+            self._open(step)
         except BlockingIOError as error:
             raise UserError(f"{self.folders[0]} is in use by another process") from error
         except OSError as error:
             where = error.filename or self.folders[0]
             raise UserError(f"could not write to {where}: {error.strerror}") from error
+        table = "\n".join(f"|{name}|{value}|" for name, value in self.flags.items())
         for writer in self.writers:
             with never_fatal("write to TensorBoard"):
                 writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
+
+    def _open(self, step):
+        import fcntl  # not on Windows, where the game runs all the same
+
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folders[0].mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folders[0] / "lock", "w")  # noqa: SIM115, held until the end
+        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for folder in self.folders:
+            folder.mkdir(exist_ok=True)
+            (folder / "args.json").write_text(json.dumps(self.flags, indent=2) + "\n")
+            keep_rows(folder / "metrics.jsonl", step)
+        self.writers = [SummaryWriter(folder, purge_step=step + 1) for folder in self.folders]
+        threading.excepthook = lambda _: None  # of TensorBoard's thread: never_fatal says it
 
     def log(self, step: int, rows: list[dict[str, float]]) -> None:
         """One row per seed. JSON has no NaN (a chart of games when none ended, say): null"""
@@ -1546,7 +1536,8 @@ class Run:
     def add_hparams(self, results: list[dict[str, float]]) -> None:
         """Results of each seed beside the flags, for TensorBoard's page of that name"""
         for writer, result in zip(self.writers, results, strict=True):
-            writer.add_hparams(self.flags, result, run_name=".")
+            flags = {name: str(value) for name, value in self.flags.items()}
+            writer.add_hparams(flags, result, run_name=".")
 
     def close(self) -> None:
         for writer in self.writers:
@@ -1554,6 +1545,25 @@ class Run:
                 writer.close()
         self.lock.close()
         threading.excepthook = threading.__excepthook__
+
+
+def new_folders(args, label: str) -> list[Path]:
+    """One per seed"""
+    stamp = int(time.time())
+    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
+        stamp += 1
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    return [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+
+
+def resumed_folders(args, checkpoint: dict) -> list[Path]:
+    """Where the checkpoint lies, also if it was moved or copied"""
+    first = Path(args.resume).resolve().parent
+    names = checkpoint["folders"]
+    if first.name != names[0]:
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        names = [f"{first.name}__{seed}" for seed in seeds]
+    return [first, *(first.parent / name for name in names[1:])]
 
 
 def keep_rows(path: Path, last_step: int) -> None:
