@@ -4,7 +4,18 @@ import sys
 from pathlib import Path
 
 import hopplus_ppo as hop
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, STRANGER_PROBS, Seats, StagHuntConfig, StagHuntEnv, State, sample
+from stag_hunt_env import (
+    ALL_SEATS,
+    PLAYER_PROBS,
+    STRANGER_PROBS,
+    Run,
+    Seats,
+    StagHuntConfig,
+    StagHuntEnv,
+    State,
+    planes,
+    sample,
+)
 
 import pytest
 import torch
@@ -14,6 +25,13 @@ sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
 import adapt
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_fused():
+    yield
+    hop.fuse(False)
+
 
 CONFIGS = [
     StagHuntConfig(final_time=6),
@@ -107,6 +125,10 @@ def test_transition_is_that_of_the_cpu(config):
     for _ in range(config.final_time + 1):
         there = State(*(x.cuda() for x in state))
         assert torch.equal(cpu.observe(state), gpu.observe(there).cpu())
+        cells = gpu.cells(there)
+        assert torch.equal(cpu.cells(state), cells.cpu())
+        walls = there.walls[:, None, : config.num_wall_cells].expand(-1, config.num_players, -1)
+        assert torch.equal(planes(config, cells, walls), gpu.observe(there))
         assert torch.equal(cpu.legal_actions(state), gpu.legal_actions(there).cpu())
         assert_equal([gpu.clock(there).cpu(), gpu.game_over(there).cpu()], [cpu.clock(state), cpu.game_over(state)])
         for probs in (*PLAYER_PROBS.values(), *STRANGER_PROBS.values()):
@@ -158,7 +180,7 @@ def test_seats_never_wait_for_the_host_and_can_be_captured(config):
         actions = sample(seats.action_probs(env.state, learner_probs))
         seats.posterior_probs()
         seats.oracle_id()
-        _, _, present_before, done = env.step(actions)
+        _, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
 
     side = torch.cuda.Stream()
@@ -190,7 +212,7 @@ def test_seats_never_wait_for_the_host_and_can_be_captured(config):
 
 def run(run_dir, method, **changes):
     """-> what main returned, the state that was saved, what was logged"""
-    flags = {**TINY_FLAGS, "run_dir": str(run_dir), "total_timesteps": 6 * 32, "subgoal_period": 2, **changes}
+    flags = {**TINY_FLAGS, "run_dir": str(run_dir), "total_timesteps": 6 * 32, **changes}
     final = hop.main(hop.make_args(method, "cuda", **flags))
     checkpoint = Path(final["checkpoint"])
     state = torch.load(checkpoint, weights_only=True)["states"][0]
@@ -221,16 +243,16 @@ def test_compiled_and_bf16_iterations_are_close(method, changes, rel, tmp_path):
 @pytest.mark.parametrize("method", ["ppo", "hopplus"])
 def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
     _, whole, lines = run(tmp_path / "whole", method, save_seconds=0.0)
-    save, calls = hop.save_checkpoint, []
+    save, calls = Run.save, []
 
-    def killed_at_the_fourth(path, content):
-        calls.append(path)
+    def killed_at_the_fourth(run, content):
+        calls.append(run)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        save(path, content)
+        save(run, content)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+        patch.setattr(Run, "save", killed_at_the_fourth)
         run(tmp_path / "killed", method, save_seconds=0.0)
     (checkpoint,) = (tmp_path / "killed").glob("*/checkpoint.pt")
     hop.main(hop.make_args("ppo", "cuda", resume=str(checkpoint)))
@@ -254,16 +276,19 @@ HOSTLESS = [
 
 @pytest.mark.parametrize(("method", "changes"), HOSTLESS)
 def test_an_iteration_never_waits_for_the_host(method, changes):
-    args = hop.make_args(method, "cuda", **{**TINY_FLAGS, "offline_ratio": 0.0, **changes})
+    args = hop.make_args(method, "cuda", **{**TINY_FLAGS, **changes})
     table = hop.game.seats_table(args.seats, 3)
     state = hop.make_train_state(args, [table], [1], torch.device("cuda", 0))
-    train = state.networks.moa is not None
+    if state.watched is not None:
+        hop.watch_rule_based(state)
     for _ in range(2):
-        hop.train_iteration(state, method == "hopplus", train)
+        hop.train_iteration(state)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        hop.train_iteration(state, method == "hopplus", train)
+        hop.train_iteration(state)
+        if state.watched is not None:
+            hop.watch_rule_based(state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

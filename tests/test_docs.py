@@ -67,10 +67,10 @@ FOREIGN = {
 }
 TINY = {  # flags for runs of a second
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
-    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0, "policy_hidden": 16},
+    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "policy_hidden": 16},
     **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "wm_hidden": 16},
     **{"wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
-    **{"imagination_horizon": 4, "trust_exact_match": 0.0, "subgoal_period": 1},
+    **{"imagination_horizon": 4, "trust_exact_match": 0.0},
 }
 
 
@@ -106,33 +106,54 @@ def edited(name: str):
     return module
 
 
-def test_there_are_four_edits():
-    assert edits("docs/editing.md").keys() == {"my_cnn", "my_reward", "my_world_model", "my_ablation"}
+def test_there_are_five_edits():
+    assert edits("docs/editing.md").keys() == {"my_cnn", "my_reward", "my_world_model", "my_ablation", "my_curve"}
     assert edits("README.md").items() <= edits("docs/editing.md").items()
 
 
 def check_cnn(script, state, metrics):
-    first = state.networks.policy.params["encoder.conv.0.weight"]
+    first = state.networks.policy.params["encoder.conv.weight"]
     assert first.shape[:3] == (3, 32, 6) and first.grad.abs().sum() > 0
 
 
 def check_reward(script, state, metrics):
-    board = torch.zeros(4, 1, 6, 3, 4, dtype=torch.uint8)
-    board[:3, 0, 0, 0, 0] = 1  # the learner in a corner, in the last game gone
-    for game_number, (row, column) in enumerate([(1, 1), (0, 2), (0, 0), (0, 0)]):
-        board[game_number, 0, 2, row, column] = 1
-    shaped = script.shape_reward(state.args, state.args.config, torch.ones(4, 1), board, None)
-    assert shaped.flatten().tolist() == [11, 1, 11, 1]
+    """The learner in a corner, then gone; others beside it, two steps away, on its cell, around the board's edge"""
+    gone = 12
+    boards = [[0, gone, 1], [0, gone, 5], [0, 0, gone], [0, gone, gone], [gone, 0, 11], [3, 4, gone]]
+    next_board = torch.tensor(boards, dtype=torch.uint8)[:, None]
+    shaped = script.shape_reward(state.args, state.args.config, torch.ones(6, 1), None, None, next_board)
+    assert shaped.flatten().tolist() == [11, 1, 11, 1, 1, 1]
     assert min(metrics["real/reward_mean"], metrics["imagined/reward_mean"]) > 2 > metrics["charts/episodic_return"]
 
 
 def check_world_model(script, state, metrics):
-    assert state.networks.world.params["trunk.weight"].grad.abs().sum() > 0 and "wm/payoff_match/1" in metrics
+    assert state.networks.world.params["trunk.0.weight"].grad.abs().sum() > 0 and "wm/payoff_match/1" in metrics
+    losses = []
+    for _ in range(20):
+        script.train_iteration(state)
+        losses.append(float(state.metrics.read()["losses/world_model"].mean()))
+    assert losses[-1] < 0.9 * losses[0], "it learns"
 
 
 def check_ablation(script, state, metrics):
-    batch = script.train_iteration(state, False, False)["imagined"]
+    batch = script.train_iteration(state)["imagined"]
     assert set(batch["weight"].flatten().tolist()) <= {0.0, 1.0, 0.5, 0.25, 0.125} and (batch["weight"] == 0.25).any()
+
+
+def check_curve(script, state, metrics):
+    state.metrics.read()
+    boards = script.train_iteration(state)["transitions"].board
+    found = state.metrics.read()["my/together"]
+    for learner, board in enumerate(boards):
+        together = 0
+        for cells in board.flatten(0, 1)[:, :3].tolist():
+            there = [cell for cell in cells if cell < 12]
+            together += len(set(there)) < len(there)
+        assert found[learner] == pytest.approx(together / 32)
+    folder = Path(metrics["checkpoint"]).parent
+    curve = EventAccumulator(str(folder)).Reload().Scalars("my/together")
+    assert [point.step for point in curve] == [32, 64]
+    assert curve[1].value == pytest.approx(metrics["my/together"]) and found.max() > 0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +163,7 @@ def check_ablation(script, state, metrics):
         ("my_reward", {"company_bonus": 10.0}, check_reward),
         ("my_world_model", {}, check_world_model),
         ("my_ablation", {"depth_discount": 0.5}, check_ablation),
+        ("my_curve", {}, check_curve),
     ],
 )
 def test_the_edit_trains(name, changes, check, tmp_path, monkeypatch):
@@ -149,14 +171,13 @@ def test_the_edit_trains(name, changes, check, tmp_path, monkeypatch):
     assert sum(line[:1] in ("+", "-") for line in diff.splitlines()) <= 30
     script, states = edited(name), []
     made = script.make_train_state
-    monkeypatch.setattr(
-        script, "make_train_state", lambda *given, **rest: states.append(made(*given, **rest)) or states[-1]
-    )
+    monkeypatch.setattr(script, "make_train_state", lambda *given: states.append(made(*given)) or states[-1])
     args = script.make_args("hopplus", "cpu", **TINY, **changes, run_dir=str(tmp_path))
     metrics = script.main(args)
     folder = Path(metrics["checkpoint"]).parent
     assert folder.name.startswith(f"{name}__3x4"), "runs of a copy have its own name"
-    check(script, next(state for state in states if state.offline is not None), metrics)
+    (state,) = states
+    check(script, state, metrics)
     monkeypatch.setattr(evaluate, "film", lambda *_: None)
     words = [str(folder), "--script", script.__file__, "--games", "4", "--device", "cpu"]
     assert evaluate.main(evaluate.parse_args(words)).keys() == {f"return/player_{i}" for i in range(3)}
@@ -220,7 +241,7 @@ def shrunk(args, folder):
     most |= {"num_minibatches": 2, "pretraining_updates": 1, "pretraining_games": 4, "replay_rollouts": 2}
     most |= {"subgoal_hidden": 8, "subgoal_batch_size": 2, "subgoal_updates": 1, "wm_hidden": 16, "wm_batch_size": 16}
     most |= {"policy_hidden": 16, "num_simulations": 2, "num_trees": 2, "num_samples": 50, "epochs": 1, "batch_size": 8}
-    most |= {"num_transitions": 50, "num_updates": 2, "held_out_games": 8, "log_every": 1, "num_pictures": 0}
+    most |= {"num_transitions": 50, "num_updates": 2, "held_out_games": 8, "log_every": 1}
     small = {name: min(getattr(args, name), size) for name, size in most.items() if hasattr(args, name)}
     config = args.config
     config = dataclasses.replace(config, height=min(config.height, 4), width=4, final_time=min(config.final_time, 6))
