@@ -63,12 +63,12 @@ BOARD_MUST_MATCH = ("height", "width", "num_players", "num_stags", "num_hares", 
 MAY_CHANGE = ("epochs",)  # when a run is resumed
 STATE_ONLY = "state only"
 WITH_HISTORY = "with history"
-BAYES = "ceiling: Bayes from history"
+BAYES_CEILING = "ceiling: Bayes from history"
 KIND_KNOWN = "ceiling: kind known"
 TAGS = {  # the four predictors, and their names in TensorBoard and metrics.jsonl
     STATE_ONLY: "moa_prior",
     WITH_HISTORY: "moa",
-    BAYES: "moa/bayes",
+    BAYES_CEILING: "moa/bayes",
     KIND_KNOWN: "moa/ceiling",
 }
 PREDICTORS = tuple(TAGS)
@@ -1071,7 +1071,7 @@ def main(args: Args) -> dict[str, float]:
                     save_run(run, args, models, optimizer, epoch, seconds, problem)
                     raise FloatingPointError(f"{problem}; see {run.folders[0]}/checkpoint_bad.pt")
                 top1 = np.mean([table[WITH_HISTORY]["top1"] for table in tables])
-                ceiling = np.mean([table[BAYES]["top1"] for table in tables])
+                ceiling = np.mean([table[BAYES_CEILING]["top1"] for table in tables])
                 loss = np.mean(losses["losses/total"])
                 bar.set_postfix_str(f"loss {loss:.4g}, top-1 {top1:.4f} (ceiling {ceiling:.4f})")
                 bar.update()

@@ -9,26 +9,17 @@ import stag_hunt_env
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 SCRIPTS = ("hopplus_ppo.py", "hopplus_mcts.py", "pretrain_vae.py", "pretrain_world_model.py")
 OWN = {  # each script has its own
-    *(
-        "Args",
-        "RunArgs",
-        "DataArgs",
-        "OpponentArgs",
-        "WorldModelArgs",
-        "GROUPS",
-        "FORMAT",
-        "KEYS",
-        "DETAILS",
-        "MAY_CHANGE",
-        "memory_needs",
-        "optimizer_step",
-    ),
-    *("make_args", "parse_args", "validate", "measure", "draw_pictures", "main"),
+    *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS"),
+    *("FORMAT", "KEYS", "MAY_CHANGE"),
+    *("make_args", "parse_args", "validate", "memory_needs"),
+    *("optimizer_step", "measure", "draw_pictures", "find_explosion"),
+    *("resume_run", "save_run", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
-    *("METHODS", "ON_CPU", "OpponentBelief", "goal_size", "imagine", "infer_opponents", "make_networks"),
-    *("make_ppo_batch", "make_train_state", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
-    *("imagined_end", "policy_inputs", "update_history", "history_after_game"),
+    *("DEFAULTS", "MODELS_ON_CPU", "PPO", "PPO_OMG", "FUSED"),
+    *("Games", "OpponentBelief", "goal_size", "imagine", "infer_opponents", "make_networks", "needs_models"),
+    *("make_ppo_batch", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
+    *("policy_inputs", "update_history", "history_after_game"),
 }
 
 

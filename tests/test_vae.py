@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pretrain_vae as vae
-from stag_hunt_env import STAY, StagHuntEnv
+import stag_hunt_env as game
+from stag_hunt_env import STAY, StagHuntEnv, planes
 from stag_hunt_env import StagHuntConfig as Config
 
 import numpy as np
@@ -42,10 +43,10 @@ def all_parameters(models):
     return [p for stacked in models.values() for p in stacked.parameters()]
 
 
-def whole_batch(config, data, extra=0, symmetry=None):
+def whole_batch(config, data, extra=0):
     """All trajectories; `extra` samples beyond those that count"""
     index = torch.arange(data.acted.shape[1]).expand(len(data.acted), -1)
-    return vae.make_batch(config, data, index, int(data.acted.sum((1, 2)).max()) + extra, symmetry)
+    return vae.make_batch(config, data, index, int(data.acted.sum((1, 2)).max()) + extra)
 
 
 def make_noise(args, batch, seed=3):
@@ -60,7 +61,7 @@ def make_noise(args, batch, seed=3):
 def plain_trajectories(config, games, population):
     """The same from plain loops over the plain-Python game, with Bayes' rule over the population"""
     n, nowhere, num_games = config.num_players, config.num_cells, len(games.actions)
-    names = ("entities", "walls", "joint", "legal", "acted", "likely")
+    names = ("board", "walls", "joint", "legal", "acted", "likely")
     rows = [{name: [] for name in names} | {"prey": 0} for _ in range(num_games * n)]
     weights = [[1.0] * len(population) for _ in rows]
     for g, _, before, actions, _, acted, _, after in replay(config, games):
@@ -68,7 +69,7 @@ def plain_trajectories(config, games, population):
             row, belief, ego = rows[g * n + j], weights[g * n + j], [(j + k) % n for k in range(n)]
             cells = [before.position[s] if before.present[s] else nowhere for s in ego]
             prey = [c if alive else nowhere for c, alive in zip(before.prey, before.alive, strict=True)]
-            row["entities"].append(cells + prey)
+            row["board"].append(cells + prey)
             row["walls"].append([c in before.walls for c in range(config.num_cells if config.max_wall_pieces else 1)])
             row["joint"].append([actions[s] for s in ego])
             row["legal"].append([a in reference.legal_actions(config, before, j) for a in range(7)])
@@ -88,7 +89,7 @@ def test_trajectories_are_those_of_the_plain_game(config):
     torch.manual_seed(1)
     ours, games = record_games(env, vae.play_trajectories, PLAYERS)
     rows = plain_trajectories(config, games, population)
-    for name in ("entities", "walls", "joint", "legal", "acted", "prey"):
+    for name in ("board", "walls", "joint", "legal", "acted", "prey"):
         assert torch.equal(getattr(ours, name).long(), torch.tensor([row[name] for row in rows]).long()), name
     kinds = set()
     for r, t in ours.acted.nonzero().tolist():
@@ -107,7 +108,7 @@ def test_training_and_held_out_games_differ():
     train, held_out = vae.collect_trajectories(args, args.config, 1, "cpu")
     other = vae.collect_trajectories(args, args.config, 2, "cpu")[0]
     assert 500 <= int(train.acted.sum()) < 500 + args.config.final_time and len(held_out.acted) == 40 * 4
-    starts = [{tuple(row) for row in part.entities[:, 0].tolist()} for part in (train, held_out, other)]
+    starts = [{tuple(row) for row in part.board[:, 0].tolist()} for part in (train, held_out, other)]
     assert not starts[0] & starts[1] and not starts[0] & starts[2]
     for part in (train, held_out):
         assert not (part.joint[..., 0][part.acted] == STAY).any(), "there is a hare for everybody, and all go for it"
@@ -126,7 +127,7 @@ def test_batches_hold_each_sample_once_and_what_belongs_to_it():
         r = int(index[0, trajectory])
         seen.add((r, t))
         assert data.acted[0, r, t] and float(batch.clock[0, k]) == pytest.approx(t / config.final_time)
-        for name in ("entities", "walls", "joint", "legal"):
+        for name in ("board", "walls", "joint", "legal"):
             assert torch.equal(getattr(batch, name)[0, k].long(), getattr(data, name)[0, r, t].long())
         last = max(u for u in range(config.final_time) if data.acted[0, r, u])
         assert int(batch.place[0, batch.last[0, k]]) == trajectory * config.final_time + last
@@ -141,7 +142,7 @@ def test_targets_are_what_the_observer_sees(config):
     boards = env.observe(type(games.states)(*(x[:, :-1].flatten(0, 1) for x in games.states))).flatten(2)
     row, t = batch.place[0] // config.final_time, batch.place[0] % config.final_time
     seen = boards.unflatten(0, games.actions.shape[:2])[row // config.num_players, t, row % config.num_players]
-    assert torch.equal(vae.target_planes(config, batch.entities, batch.walls)[0], seen.float())
+    assert torch.equal(planes(config, batch.board, batch.walls)[0].flatten(1), seen)
 
 
 @every_case
@@ -169,8 +170,8 @@ def test_symmetries_commute_with_the_game(config):
     plain = whole_batch(config, data)
     for s, (to, act) in enumerate(zip(cells, actions, strict=True)):
         which = torch.full((1, data.acted.shape[1]), s)
-        turned = whole_batch(config, data, symmetry=(cells, actions, which))
-        assert torch.equal(turned.entities, to[plain.entities]) and torch.equal(turned.joint, act[plain.joint])
+        turned = vae.turn_batch(config, plain, vae.Symmetries(cells, actions), which)
+        assert torch.equal(turned.board, to[plain.board]) and torch.equal(turned.joint, act[plain.joint])
         assert torch.equal(turned.legal[..., act], plain.legal) and torch.equal(turned.weight, plain.weight)
         if config.max_wall_pieces:
             assert torch.equal(turned.walls[..., to[:-1]], plain.walls)
@@ -183,9 +184,9 @@ def test_symmetries_commute_with_the_game(config):
 def after_leaving_changed(data, config):
     """The same trajectories with nonsense wherever j had left"""
     generator, left = seeded(9), ~data.acted[..., None]
-    anything = torch.randint(config.num_cells, data.entities.shape, generator=generator).to(torch.uint8)
+    anything = torch.randint(config.num_cells, data.board.shape, generator=generator).to(torch.uint8)
     actions = torch.randint(7, data.joint.shape, generator=generator).to(torch.uint8)
-    nonsense = {"entities": torch.where(left, anything, data.entities), "joint": torch.where(left, actions, data.joint)}
+    nonsense = {"board": torch.where(left, anything, data.board), "joint": torch.where(left, actions, data.joint)}
     probs = {name: torch.where(left, 1 / 7, getattr(data, name)) for name in ("bayes", "known")}
     return data._replace(**nonsense, **probs, legal=data.legal | left)
 
@@ -198,7 +199,7 @@ def test_steps_after_leaving_do_not_count(goal_kind):
     for d in (data, after_leaving_changed(data, config)):
         batch = whole_batch(config, d, extra=60)
         losses = vae.vae_losses(args, config, models, batch, make_noise(args, batch))
-        gradient = torch.autograd.grad(losses["total"].sum(), all_parameters(models))
+        gradient = torch.autograd.grad(losses["losses/total"].sum(), all_parameters(models))
         found.append((losses, torch.cat([g.flatten() for g in gradient]), vae.measure(args, config, models, d)[0]))
     (losses, gradient, tables), (other_losses, other_gradient, other_tables) = found
     for name, value in losses.items():
@@ -216,9 +217,9 @@ def test_losses_are_means_over_the_samples_that_count():
     noise = make_noise(args, batch)
     with torch.no_grad():
         losses = {name: float(x) for name, x in vae.vae_losses(args, config, models, batch, noise).items()}
-        prior = models["prior"](batch.entities, batch.walls)
+        prior = models["prior"](batch.board, batch.walls)
         posterior, _ = vae.infer_trajectories(models["inference"], batch)
-        inputs = batch.entities, batch.walls, batch.clock
+        inputs = batch.board, batch.walls, batch.clock
         goals = [vae.sample_goal("continuous", p, e) for p, e in zip((prior, posterior), noise, strict=True)]
         log_probs = [models[m](*inputs, g, batch.legal) for m, g in zip(("moa_prior", "moa"), goals, strict=True)]
     samples = [k for k in range(batch.place.shape[1]) if batch.weight[0, k]]
@@ -231,11 +232,11 @@ def test_losses_are_means_over_the_samples_that_count():
             plain[name] -= float(log_prob[0, k, int(data.joint[0, r, t, 0])]) / len(samples)
         plain["kl_cvae"] += float(vae.goal_kl("continuous", posterior[0, k], prior[0, last])) / len(samples)
         plain["kl_vae"] += float(vae.goal_kl("continuous", prior[0, k], torch.zeros(8))) / len(samples)
-    assert {name: losses[name] for name in plain} == pytest.approx(plain, rel=1e-4)
+    assert {name: losses[f"losses/{name}"] for name in plain} == pytest.approx(plain, rel=1e-4)
     terms = sum(
-        losses[f"{a}_{b}"] * (0.25 if a == "kl" else 1) for a in ("recon", "kl", "moa") for b in ("vae", "cvae")
+        losses[f"losses/{a}_{b}"] * (0.25 if a == "kl" else 1) for a in ("recon", "kl", "moa") for b in ("vae", "cvae")
     )
-    assert losses["total"] == pytest.approx(terms, rel=1e-5)
+    assert losses["losses/total"] == pytest.approx(terms, rel=1e-5)
 
 
 def test_history_ends_before_the_step():
@@ -255,13 +256,13 @@ def test_history_ends_before_the_step():
     r = int(data.acted[0].sum(1).argmax())
     others = torch.arange(before.shape[1]) != r
     for t in (0, 3, 6):
-        joint, entities = data.joint.clone(), data.entities.clone()
+        joint, board = data.joint.clone(), data.board.clone()
         joint[0, r, t] = (joint[0, r, t] + 1) % 7
         same = torch.isclose(infer(data._replace(joint=joint)), before, atol=1e-5).all(3)
         assert same[:, others].all() and same[:, r, : t + 1].all(), "an action is not known when it is predicted"
         assert not same[0, r, t + 1] and not same[1, r, t + 1], "but at the next step"
-        entities[0, r, t, 0] = (entities[0, r, t, 0] + 1) % 16
-        same = torch.isclose(infer(data._replace(entities=entities)), before, atol=1e-5).all(3)
+        board[0, r, t, 0] = (board[0, r, t, 0] + 1) % 16
+        same = torch.isclose(infer(data._replace(board=board)), before, atol=1e-5).all(3)
         assert same[:, others].all() and same[:, r, :t].all()
         assert same[0, r, t] and not same[1, r, t] and not same[0, r, t + 1]
 
@@ -272,7 +273,7 @@ def test_history_adds_up_the_events_so_far():
     batch, inference = whole_batch(config, played(config, 5)), models["inference"]
     with torch.no_grad():
         _, history = vae.infer_trajectories(inference, batch)
-        event = inference(inference(batch.entities, batch.walls, method="encoder"), batch.joint, method="event")[0]
+        event = inference(inference(batch.board, batch.walls, method="encoder"), batch.joint, method="event")[0]
     slot = {int(place): k for k, place in enumerate(batch.place[0])}
     for place, k in slot.items():
         start = place - place % config.final_time
@@ -310,7 +311,7 @@ def in_order(boards):
 def test_every_epoch_shows_all_samples_once_in_an_order_of_its_own():
     config, tiny = PRETRAINING_CASES["two players"], {"learning_rate": 1e-30, "batch_size": 32}
     data = played(config, 40)
-    all_boards = in_order(data.entities[data.acted])
+    all_boards = in_order(data.board[data.acted])
     args = small_args(**tiny, augment=False)
     (_, first), (_, second), (_, again) = (untrained_epoch(args, config, data, epoch) for epoch in (0, 1, 0))
     assert in_order(first) == in_order(second) == all_boards
@@ -322,7 +323,7 @@ def test_every_epoch_shows_all_samples_once_in_an_order_of_its_own():
 
     _, turned = untrained_epoch(small_args(**tiny, augment=True), config, data, 0)
     _, otherwise = untrained_epoch(small_args(**tiny, augment=True), config, data, 1)
-    assert turned_alike(turned) == turned_alike(data.entities[data.acted])
+    assert turned_alike(turned) == turned_alike(data.board[data.acted])
     unchanged = set(all_boards)
     assert 0.1 < np.mean([tuple(board) in unchanged for board in turned.tolist()]) < 0.5, "one symmetry in four"
     assert in_order(turned) != in_order(otherwise)
@@ -336,12 +337,12 @@ def test_the_losses_of_an_epoch_are_means_over_all_its_samples():
     batch = whole_batch(config, data)
     with torch.no_grad():
         expected = vae.vae_losses(args, config, random_models(args, config), batch, make_noise(args, batch))
-    without_noise = ("kl_vae", "kl_cvae")
+    without_noise = ("losses/kl_vae", "losses/kl_cvae")
     for name in without_noise:
         assert losses[name] == pytest.approx(expected[name].tolist(), rel=1e-4)
     args = small_args(learning_rate=1e-30, batch_size=80, augment=False)  # one batch: the order plays no part
     first, second = (untrained_epoch(args, config, data, epoch)[0] for epoch in (0, 1))
-    for name in first.keys() - {"total"}:
+    for name in first.keys() - {"losses/total"}:
         same = first[name] == pytest.approx(second[name], rel=1e-5)
         assert same == (name in without_noise), "each epoch draws its own subgoals"
 
@@ -393,7 +394,9 @@ def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch):
     args = small_args(num_samples=300, held_out_games=30, epochs=2, config=config, run_dir=str(tmp_path))
     figures = vae.main(args)
     models = vae.make_models(args, config, [args.seed], torch.device("cpu"))
-    for name, saved in vae.load_checkpoint(figures["checkpoint"])["networks"].items():
+    checkpoint = game.load_checkpoint(figures["checkpoint"], vae.FORMAT, vae.KEYS)
+    assert checkpoint["networks"].keys() == {"prior", "inference", "moa"}, "what a learner starts from"
+    for name, saved in (checkpoint["networks"] | {"moa_prior": checkpoint["moa_prior"]}).items():
         models[name].load_state_dict(saved)
     held_out = vae.collect_trajectories(args, config, args.seed, "cpu")[1]
     (expected,), _ = vae.measure(args, config, models, vae.Trajectories(*(x[None] for x in held_out)))
@@ -411,7 +414,9 @@ def test_classifier_metrics_by_hand():
     probs[2, [1, 3]] = 0.5, 0.5  # a tie, half right
     probs[3, [1, 3]] = 0.5, 0.5  # the other half
     probs[4, [0, 4, 5, 6]] = 0.45, 0.3, 0.15, 0.1  # the truth comes fourth
-    figures, confusion = vae.classifier_metrics(probs, np.array([0, 1, 1, 3, 6]))
+    action = np.array([0, 1, 1, 3, 6])
+    confusion = vae.confusion_matrix(probs, action)
+    figures = vae.classifier_figures(probs, action, confusion)
     votes = {(0, 0): 1, (1, 0): 1, (1, 1): 0.5, (1, 3): 0.5, (3, 1): 0.5, (3, 3): 0.5, (6, 0): 1}
     assert {cell: confusion[cell] for cell in votes} == votes and confusion.sum() == 5
     expected = {
@@ -420,7 +425,7 @@ def test_classifier_metrics_by_hand():
         "nll": -(math.log(0.8) + math.log(0.25) + 2 * math.log(0.5) + math.log(0.1)) / 5,
         # bins of 1/15: 0.8 (right), 0.7 (wrong), 0.5 twice (one right), 0.45 (wrong)
         "ece": (0.2 + 0.7 + abs(1.0 - 1) + 0.45) / 5,
-        **{"count/1": 2, "share/1": 0.4, "recall/1": 0.25, "precision/1": 0.5, "f1/1": 2 * 0.5 / (2 + 1)},
+        **{"count/1": 2, "recall/1": 0.25, "precision/1": 0.5, "f1/1": 2 * 0.5 / (2 + 1)},
         **{"recall/0": 1, "recall/3": 0.5, "recall/6": 0, "f1/3": 0.5, "precision/3": 0.5, "count/5": 0},
     }
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
@@ -504,7 +509,7 @@ def test_discrete_goals_are_averaged_exactly():
     plain = 0.0
     for k, share in enumerate(params.softmax(-1).unbind(-1)):
         goal = torch.eye(4)[k].expand(*batch.clock.shape, 4)
-        log_probs = models["moa"](batch.entities, batch.walls, batch.clock, goal, batch.legal)
+        log_probs = models["moa"](batch.board, batch.walls, batch.clock, goal, batch.legal)
         plain = plain + share[..., None] * log_probs.exp()
     assert torch.allclose(ours, plain, atol=1e-5)
 
@@ -528,14 +533,14 @@ def test_the_loss_flag_decides_what_shapes_the_goals(goal_kind):
             params = models[name].params
             encoder = [p for key, p in params.items() if key.startswith(("encoder", "head"))]
             decoder = [p for key, p in params.items() if key.startswith("decoder")]
-            action, recon = (gradients(losses[f"{part}_{side}"], encoder) for part in ("moa", "recon"))
+            action, recon = (gradients(losses[f"losses/{part}_{side}"], encoder) for part in ("moa", "recon"))
             assert bool((action == 0).all()) == (loss == "recon") and recon.abs().sum() > 0
-            assert bool((gradients(losses["total"], decoder) == 0).all()) == (loss == "moa")
-            terms = args.kl_coef * gradients(losses[f"kl_{side}"], encoder) + action + (loss != "moa") * recon
-            total = gradients(losses["total"], encoder)
+            assert bool((gradients(losses["losses/total"], decoder) == 0).all()) == (loss == "moa")
+            terms = args.kl_coef * gradients(losses[f"losses/kl_{side}"], encoder) + action + (loss != "moa") * recon
+            total = gradients(losses["losses/total"], encoder)
             assert (total - terms).abs().max() < 1e-4 * terms.abs().max()
         for name in ("moa", "moa_prior"):
-            assert gradients(losses["total"], models[name].parameters()).abs().sum() > 0, "they always learn"
+            assert gradients(losses["losses/total"], models[name].parameters()).abs().sum() > 0, "they always learn"
 
 
 def test_experiments_are_independent():
@@ -546,7 +551,7 @@ def test_experiments_are_independent():
     batch = whole_batch(config, data)
     noise = make_noise(args, batch)
     losses = vae.vae_losses(args, config, models, batch, noise)
-    losses["total"][0].backward()
+    losses["losses/total"][0].backward()
     assert all((p.grad[1] == 0).all() and p.grad[0].abs().sum() > 0 for p in all_parameters(models))
     second = vae.make_batch(config, parts[1], torch.arange(12)[None], batch.weight.shape[1])
     only = vae.vae_losses(args, config, alone, second, noise[:, 1:])
