@@ -778,6 +778,11 @@ def probe(goals, prey, weight, test_goals, test_prey, updates: int = 200) -> tor
     return linear(test_goals / scale).argmax(2) == test_prey[:, None]
 
 
+def share_by_step(right, acted) -> list[float]:
+    """bool [R, T] -> of each step"""
+    return ((right & acted).sum(0) / acted.sum(0)).tolist()
+
+
 def measure(args: Args, config, models: dict, held_out: Trajectories, train: Trajectories | None = None):
     """-> per seed {predictor: figures}, {predictor: arrays to draw}; with probes if there is
     something to fit them to"""
@@ -788,7 +793,6 @@ def measure(args: Args, config, models: dict, held_out: Trajectories, train: Tra
     arrays = []
     for seed, acted in enumerate(held_out.acted):
         action = held_out.joint[seed, ..., 0].long()
-        samples = acted.sum(0)  # at each step
         true_action = action[acted].cpu().numpy()
         table = {}
         drawn = {}
@@ -796,23 +800,19 @@ def measure(args: Args, config, models: dict, held_out: Trajectories, train: Tra
             predicted = probs[number, seed]
             sample_probs = predicted[acted].cpu().numpy()
             confusion = confusion_matrix(sample_probs, true_action)
-            right = (predicted.argmax(2) == action) & acted
+            right = predicted.argmax(2) == action
             table[name] = classifier_figures(sample_probs, true_action, confusion)
-            drawn[name] = {
-                "confusion": confusion,
-                "by_step": (right.sum(0) / samples).tolist(),
-            }
+            drawn[name] = {"confusion": confusion, "by_step": share_by_step(right, acted)}
             if train is not None and name in (STATE_ONLY, WITH_HISTORY):
-                found = probe(
+                probed = probe(
                     train_goals[number, seed],
                     train.prey[seed],
                     train.acted[seed].float(),
                     goals[number, seed],
                     held_out.prey[seed],
                 )
-                found = found & acted
-                table[name]["probe_accuracy"] = float(found.sum() / acted.sum())
-                drawn[name]["probe_by_step"] = (found.sum(0) / samples).tolist()
+                table[name]["probe_accuracy"] = float((probed & acted).sum() / acted.sum())
+                drawn[name]["probe_by_step"] = share_by_step(probed, acted)
         tables.append(table)
         arrays.append(drawn)
     return tables, arrays
@@ -921,7 +921,8 @@ def train_epoch(args: Args, config, models: dict, optimizer, data: Trajectories,
     order = torch.rand(data.acted.shape[:2], device=device).argsort(1)
     batches = order.split(args.batch_size, 1)
     samples = data.acted.sum(2)  # [S, R]
-    sizes = torch.stack([samples.gather(1, index).sum(1).max() for index in batches]).tolist()
+    sizes = [samples.gather(1, index).sum(1).max() for index in batches]
+    sizes = torch.stack(sizes).tolist()
     sums = {}
     total = 0.0
     for number, (index, size) in enumerate(zip(batches, sizes, strict=True)):
@@ -1049,7 +1050,7 @@ def main(args: Args) -> dict[str, float]:
     models = make_models(args, config, seeds, device)
     games = [collect_trajectories(args, config, seed, device) for seed in seeds]
     data = stack_seeds([train for train, _ in games])
-    held_out = stack_seeds([others for _, others in games])
+    held_out = stack_seeds([held_out for _, held_out in games])
     params = [p for stacked in models.values() for p in stacked.parameters()]
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:

@@ -499,7 +499,8 @@ def collect_games(args: Args, config: StagHuntConfig, seed: int, device) -> tupl
     env = StagHuntEnv(config, 256, device, seed)
     train = play_games(env, args.population)
     while int(train.acted.sum()) < args.num_transitions:
-        train = tree_map(lambda *x: torch.cat(x), train, play_games(env, args.population))
+        more = play_games(env, args.population)
+        train = tree_map(lambda *x: torch.cat(x), train, more)
     rounds = math.ceil(args.held_out_games / env.num_envs)
     held_out = [play_games(env, args.population) for _ in range(rounds)]
     return train, tree_map(lambda *x: torch.cat(x)[: args.held_out_games], *held_out)
@@ -536,9 +537,10 @@ def make_dataset(games: list[PlayedGames], limit: int | None = None) -> Dataset:
             last_step=last_step,
             ended=played.ended,
         )
-        parts.append([x[acted][:limit] for x in transitions])
-    count = min(len(fields[0]) for fields in parts)
-    return Dataset(*(torch.stack([x[:count] for x in field]) for field in zip(*parts, strict=True)))
+        parts.append(Dataset(*(x[acted][:limit] for x in transitions)))
+    count = min(len(part.board) for part in parts)
+    parts = [tree_map(lambda x: x[:count], part) for part in parts]
+    return tree_map(lambda *x: torch.stack(x), *parts)
 
 
 def first_rows(data, count: int):
@@ -573,6 +575,7 @@ def expected_planes(config: StagHuntConfig, world: Stacked, board, walls, joint,
 
 
 def predict_planes(config: StagHuntConfig, world: Stacked, board, walls, joint, seat) -> Prediction:
+    """board [S, n, N + P], walls [S, n, _], joint action [S, n, N], the observer's seat [S, n]"""
     if isinstance(world.network, PixelWorldModel):
         planes, reward = world(game.planes(config, board, walls), joint, seat)
         return Prediction((planes > 0.5).byte(), reward, planes)
@@ -614,7 +617,7 @@ def is_possible(config: StagHuntConfig, board, next_board, reward) -> torch.Tens
     next_players, next_walls, next_prey = next_board.float().split(kinds, -3)
     padded = F.pad(players, (1, 1, 1, 1))
     corners = ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))  # stay, and the four moves
-    reach = sum(padded[..., y : y + config.height, x : x + config.width] for y, x in corners)
+    reach = sum(padded[..., top : top + config.height, left : left + config.width] for top, left in corners)
     reached = (next_players <= reach * (1 - walls)).flatten(-3).all(-1)
     cells_each = next_players.sum((-2, -1))
     single = (cells_each <= 1).all(-1)
@@ -749,8 +752,9 @@ def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cas
         for player, action in enumerate(data.joint[case].tolist()):
             if board[player].any():
                 acts.append(f"{player} {game.ACTION_NAMES[action]}")
+        lines = [", ".join(acts[first : first + 4]) for first in range(0, len(acts), 4)]
         titles = (
-            "\n".join(", ".join(acts[k : k + 4]) for k in range(0, len(acts), 4)),
+            "\n".join(lines),
             f"true next, reward {float(data.reward[case]):.3g}",
             f"predicted, reward {float(predicted.reward[case]):.3g}, error {error:.2g}",
         )
@@ -764,7 +768,7 @@ def draw_cases(config: StagHuntConfig, data: Dataset, predicted: Prediction, cas
 
 def draw_calibration(config: StagHuntConfig, data: Dataset, predicted: Prediction) -> Figure:
     """The predicted values of the cells, by what is truly there"""
-    names = [*(f"player {k}" for k in range(config.num_players)), "walls", "stags", "hares"]
+    names = [*(f"player {number}" for number in range(config.num_players)), "walls", "stags", "hares"]
     figure = Figure((13, 5.5), layout="tight")
     axes = figure.subplots(2, math.ceil(len(names) / 2), squeeze=False)
     next_board = game.planes(config, data.next_board[:2000], data.walls[:2000])
@@ -875,6 +879,17 @@ def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last
     return total / (last - first)
 
 
+def log_rows(loss: list[float], measured: list[dict], learning_rate: float) -> list[dict]:
+    """A row of metrics per seed"""
+    rows = []
+    for seed_loss, metrics in zip(loss, measured, strict=True):
+        row = {"losses/world_model": seed_loss}
+        row |= {f"wm/{name}": value for name, value in metrics.items()}
+        row["charts/learning_rate"] = learning_rate
+        rows.append(row)
+    return rows
+
+
 def find_explosion(loss: list[float], world: Stacked) -> str | None:
     """A loss or a weight that is no number or has exploded, as a sentence"""
     losses_fine = all(abs(value) < 1e6 for value in loss)
@@ -959,9 +974,10 @@ def evaluate(args: Args) -> dict[str, float]:
     world = make_world_model(args, config, seeds, device)
     load_weights(args.evaluate, world, checkpoint)
     folders = [folder / f"evaluation_{config.setting}" / f"seed_{seed}" for seed in seeds]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    return mean_over_seeds(report(args, config, world, games, make_dataset(games), folders, [], 0))
+    for seed_folder in folders:
+        seed_folder.mkdir(parents=True, exist_ok=True)
+    rows = report(args, config, world, games, make_dataset(games), folders, writers=[], step=0)
+    return mean_over_seeds(rows)
 
 
 def main(args: Args) -> dict[str, float]:
@@ -981,8 +997,9 @@ def main(args: Args) -> dict[str, float]:
         update = checkpoint["step"]
         started -= checkpoint["seconds"]
     seeds = run_seeds(args)
-    games, held_out_games = zip(*(collect_games(args, config, seed, device) for seed in seeds), strict=True)
-    data = make_dataset(games, args.num_transitions)
+    collected = [collect_games(args, config, seed, device) for seed in seeds]
+    data = make_dataset([games for games, _ in collected], args.num_transitions)
+    held_out_games = [games for _, games in collected]
     held_out = make_dataset(held_out_games)
     world = make_world_model(args, config, seeds, device)
     optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
@@ -1001,12 +1018,7 @@ def main(args: Args) -> dict[str, float]:
                 loss = train(args, world, optimizer, data, update, last).tolist()
                 update = last
                 measured = measure(config, world, first_rows(held_out, MEASURED_TRANSITIONS))
-                rows = []
-                for seed_loss, metrics in zip(loss, measured, strict=True):
-                    row = {"losses/world_model": seed_loss}
-                    row |= {f"wm/{name}": value for name, value in metrics.items()}
-                    row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-                    rows.append(row)
+                rows = log_rows(loss, measured, optimizer.param_groups[0]["lr"])
                 run.log(update, rows)
                 seconds = time.time() - started
                 problem = find_explosion(loss, world)
