@@ -288,10 +288,11 @@ class BoardEncoder(nn.Module):
         right = column - column[:, None] + config.width - 1
         rows = spots * (players + 2) + cells + 1  # the last row stands for what is not there
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row
-        lookup[:, :cells, :cells] = down * wide + right + spots * np.arange(players + 2)[:, None, None]
-        lookup[:, cells] = lookup[:, 0]  # an observer that has left sees the board from its first cell
-        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer: its cell on the board
+        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, cell]
+        first_row = spots * np.arange(players + 2)[:, None, None]  # of each kind
+        lookup[:, :cells, :cells] = first_row + down * wide + right
+        lookup[:, cells] = lookup[:, 0]  # who has left sees the board from its first cell
+        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer itself
         kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
         self.register_buffer("kind", torch.tensor(kinds), persistent=False)
@@ -302,12 +303,17 @@ class BoardEncoder(nn.Module):
     def forward(self, board, walls):
         """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
         row = self.lookup[self.kind, board[:, :1], board]
-        zeros = torch.zeros(len(row), len(self.table), dtype=self.table.dtype, device=row.device)
+        zeros = self.table.new_zeros(len(row), len(self.table))
         # As a lookup, but its gradient is a product too: a lookup's is slow on a GPU.
         x = zeros.scatter(1, row, 1.0) @ self.table
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
+
+
+def num_goal_params(args: Args) -> int:
+    """Mean and log-variance of each number, or a logit of each category"""
+    return 2 * args.goal_dim if args.goal_kind == "continuous" else args.goal_dim
 
 
 class SubgoalPrior(nn.Module):
@@ -317,7 +323,7 @@ class SubgoalPrior(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = layer(hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.head = layer(hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
     def forward(self, board, walls):
@@ -337,7 +343,7 @@ class SubgoalInference(nn.Module):
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
         self.events = mlp(hidden + NUM_ACTIONS * config.num_players, hidden, hidden)
-        self.head = mlp(3 * hidden, hidden, args.goal_dim * (2 if args.goal_kind == "continuous" else 1))
+        self.head = mlp(3 * hidden, hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
@@ -983,7 +989,7 @@ def resume_run(args: Args, device: torch.device) -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def load_state(args: Args, models: dict[str, Stacked], optimizer, checkpoint: dict) -> None:
+def load_models(args: Args, models: dict[str, Stacked], optimizer, checkpoint: dict) -> None:
     weights = {**checkpoint["networks"], "moa_prior": checkpoint["moa_prior"]}
     try:
         for name, stacked in models.items():
@@ -1054,7 +1060,7 @@ def main(args: Args) -> dict[str, float]:
     params = [p for stacked in models.values() for p in stacked.parameters()]
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
-        load_state(args, models, optimizer, checkpoint)
+        load_models(args, models, optimizer, checkpoint)
     unfinished = epoch < args.epochs
     run = game.Run(args, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
     path = run.folders[0] / "checkpoint.pt"

@@ -295,7 +295,8 @@ class WorldModel(nn.Module):
         on_board = (row >= 0) & (row < config.height) & (column >= 0) & (column < config.width)
         around = np.where(on_board, row * config.width + column, self.gone)
         around = torch.tensor([*around.tolist(), [self.gone] * 9])  # [H*W + 1, 9]
-        target = F.pad(around[:, [1, 7, 3, 5, 4]], (0, 1), value=self.gone)  # up, down, left, right, stay, gone
+        target = around[:, [1, 7, 3, 5, 4]]  # up, down, left, right, stay
+        target = F.pad(target, (0, 1), value=self.gone)  # gone
         self.register_buffer("around", around, persistent=False)
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
@@ -307,7 +308,7 @@ class WorldModel(nn.Module):
             inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * self.players + 4) + self.players
             seat = torch.arange(self.players)
             ego = (seat[:, None] + seat) % self.players
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N] in ego order
+            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
             self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
         self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
@@ -325,14 +326,15 @@ class WorldModel(nn.Module):
         on its cell being taken [n, N], of the observer's payoff [n, payoffs]"""
         acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
         cell = board[:, : self.players].long()
-        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)  # also around the board
+        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
         x = self.patches(board, walls, acts, seat)
         x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
         blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
         outcome = select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
         outcome = outcome.masked_fill(torch.cat([blocked, no_prey], 2), -1e9)
-        payoff = select_head(self.payoff_head(x[:, 0]), self.payoff_case(cell, joint.long()), self.num_payoff_heads)
+        case = self.payoff_case(cell, joint.long())
+        payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
     def patches(self, board, walls, acts, seat):
@@ -376,10 +378,12 @@ class WorldModel(nn.Module):
         next_cell = next_board[:, : self.players]
         goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(2)
         goes = torch.where(next_cell < self.gone, goes, 5)
-        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0] * (cell < self.gone)
+        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0]
+        outcome_loss = outcome_loss * (cell < self.gone)
         on_prey = self.on_prey(board)
         lost = (on_prey & (next_board[:, None, self.players :] == self.gone)).any(2).float()
-        taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none") * on_prey.any(2)
+        taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none")
+        taken_loss = taken_loss * on_prey.any(2)
         paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
         payoff_loss = -payoff.log_softmax(1).gather(1, paid)[:, 0]
         return (outcome_loss + taken_loss).sum(1) + payoff_loss
