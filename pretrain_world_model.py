@@ -968,8 +968,6 @@ def evaluate(args: Args) -> dict[str, float]:
         evaluate_board=args.evaluate_board,
         resume=None,
     )
-    folder = game.find_checkpoint(args.evaluate).parent
-    game.check_writable(folder, "--evaluate")
     config = validate(args)
     device = game.resolve_device(args.device)
     game.check_memory(memory_needs(args), device)
@@ -977,9 +975,13 @@ def evaluate(args: Args) -> dict[str, float]:
     games = [collect_games(args, config, seed, device)[1] for seed in seeds]
     world = make_world_model(args, config, seeds, device)
     load_weights(args.evaluate, world, checkpoint)
-    folders = [folder / f"evaluation_{config.setting}" / f"seed_{seed}" for seed in seeds]
-    for seed_folder in folders:
-        seed_folder.mkdir(parents=True, exist_ok=True)
+    results = game.find_checkpoint(args.evaluate).parent / f"evaluation_{config.setting}"
+    folders = [results / f"seed_{seed}" for seed in seeds]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise game.UserError(f"--evaluate: could not write to {results}: {error.strerror}") from error
     rows = report(args, config, world, games, make_dataset(games), folders, writers=[], step=0)
     return mean_over_seeds(rows)
 

@@ -122,6 +122,19 @@ def test_evaluating_a_checkpoint(runs, no_pictures):
     assert other["possible_boards"] == 1.0 and other["exact_match"] != figures["exact_match"]
 
 
+def test_evaluating_where_nothing_can_be_written(runs, monkeypatch):
+    monkeypatch.setattr(wm, "report", None)  # it is not even measured
+
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(
+        game.UserError, match=r"--evaluate: could not write to .*evaluation_3x4.*: Read-only file system"
+    ):
+        wm.main(wm.make_args(evaluate=runs[wm][1]["checkpoint"], device="cpu"))
+
+
 def test_pixels_and_discrete_goals(tmp_path, no_pictures):
     figures = vae.main(tiny(vae, tmp_path / "vae", goal_kind="discrete", augment=False))
     assert math.isfinite(figures["with history/nll"])
@@ -246,7 +259,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),
     ("both", {"held_out_games": 0}, ["--held-out-games", "0"]),
     ("both", {"num_seeds": 0}, ["--num-seeds"]),
-    ("both", {"run_dir": "{text}"}, ["--run-dir", "text"]),
+    ("both", {"run_dir": "{text}"}, ["could not write to", "text"]),
     ("vae", {"kl_coef": math.nan}, ["--kl-coef", "nan"]),
     ("both", {"config": StagHuntConfig(height=16, width=17)}, ["272"]),
     ("vae", {"goal_kind": "discrete", "goal_dim": 1}, ["--goal-dim"]),
