@@ -381,7 +381,7 @@ def logged(script: str) -> dict[str, set[str]]:
                 "pretrain_vae.py": "--num-samples 50 --epochs 1 --subgoal-hidden 8",
                 "pretrain_world_model.py": "--num-transitions 50 --num-updates 2 --wm-hidden 16",
             }[script]
-            words = f"{small} --held-out-games 8 --log-details --device cpu --run-dir {folder}".split()
+            words = f"{small} --held-out-games 8 --device cpu --run-dir {folder}".split()
             with unittest.mock.patch.object(MODULES[script], "draw_pictures"):
                 MODULES[script].main(MODULES[script].parse_args(words))
         events = EventAccumulator(str(next(Path(folder).iterdir())))
