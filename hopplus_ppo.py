@@ -997,13 +997,6 @@ class Games:
             "history": self.history,
         }
 
-    def load_state_dict(self, saved: dict) -> None:
-        self.env.load_state_dict(saved["env"])
-        self.seats.load_state_dict(saved["seats"])
-        self.replay.load_state_dict(saved["replay"])
-        self.last_joint.copy_(saved["last_joint"])
-        self.history.copy_(saved["history"])
-
 
 class Transitions(NamedTuple):
     """T steps of M learners, each field [M, T, E, ...]; this is what the replay keeps"""
@@ -1929,19 +1922,17 @@ class TrainState:
     horizon: torch.Tensor  # int64 [M] how many steps may be imagined
     metrics: MetricSums
 
-    def tensors(self) -> dict:
+    def state_dict(self) -> dict:
+        """The run's own tensors, and copies of what its generators hold"""
         optimizers = self.optimizers.items()
-        return {
+        saved = {
             "networks": {name: x.state_dict() for name, x in self.networks.present().items()},
             "optimizers": {name: dict(enumerate(x.state.values())) for name, x in optimizers},
+            "games": self.games.state_dict(),
             "eps": self.eps,
             "horizon": self.horizon,
+            "cpu_random": torch.get_rng_state(),
         }
-
-    def state_dict(self) -> dict:
-        saved = self.tensors()
-        saved["games"] = self.games.state_dict()
-        saved["cpu_random"] = torch.get_rng_state()
         if self.watched is not None:
             saved["watched"] = self.watched.state_dict()
         if self.eps.is_cuda:
@@ -1949,11 +1940,18 @@ class TrainState:
         return saved
 
     def load_state_dict(self, saved: dict) -> None:
-        """Everything in place, before a CUDA graph looks for it there"""
-        game.copy_nested_(self.tensors(), saved)
-        self.games.load_state_dict(saved["games"])
+        """Everything in place, before a CUDA graph looks for it there. A replay may be empty, here
+        or there."""
+        kept = self.state_dict()
+        replays = {"games": self.games.replay}
         if self.watched is not None:
-            self.watched.load_state_dict(saved["watched"])
+            replays["watched"] = self.watched.replay
+        for name in replays:
+            del kept[name]["replay"]
+        game.copy_nested_(kept, saved)
+        for name, replay in replays.items():
+            replay.load_state_dict(saved[name].get("replay", {}))
+        self.games.env.generator.set_state(saved["games"]["env"]["generator"])
         torch.set_rng_state(saved["cpu_random"])
         if self.eps.is_cuda:
             torch.cuda.set_rng_state(saved["cuda_random"], self.eps.device)

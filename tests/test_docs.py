@@ -161,7 +161,7 @@ def check_curve(script, state, metrics):
     [
         ("my_cnn", {}, check_cnn),
         ("my_reward", {"company_bonus": 10.0}, check_reward),
-        ("my_world_model", {}, check_world_model),
+        ("my_world_model", {"wm_learning_rate": 0.03}, check_world_model),
         ("my_ablation", {"depth_discount": 0.5}, check_ablation),
         ("my_curve", {}, check_curve),
     ],

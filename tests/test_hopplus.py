@@ -6,7 +6,7 @@ import functools
 import itertools
 
 import hopplus_ppo as hop
-from stag_hunt_env import STAY, StagHuntEnv, State, copy_nested_, planes, seats_table
+from stag_hunt_env import STAY, StagHuntEnv, State, planes, seats_table
 
 import numpy as np
 import pytest
@@ -1132,8 +1132,7 @@ def test_the_replay_keeps_the_last_rollouts_and_gives_each_learner_its_own():
         assert (windows[:, :, :] - windows[:, :1] == 10 * torch.arange(8).view(1, 8, 1)).all()
         assert (windows // 100 % 10 == torch.arange(3).view(3, 1, 1)).all() and len(windows[0, 0].unique()) > 3
     again = hop.Replay(2, CPU)
-    again.allocate(replay.state_dict())
-    copy_nested_(again.state_dict(), replay.state_dict())
+    again.load_state_dict(replay.state_dict())
     assert same_tree(again.state_dict(), replay.state_dict()) and same_tree(again.data._asdict(), replay.data._asdict())
     rollout = numbered(first=9)[0]
     again.push(rollout)

@@ -84,6 +84,28 @@ def test_the_same_flags_learn_the_same(method):
     assert same_tree(trained(method), again)
 
 
+@pytest.mark.parametrize("method", hop.METHODS)
+def test_a_state_that_is_put_back_learns_the_same_again(method):
+    """As before a CUDA graph is recorded: also where the replay was empty, and everything in place"""
+    state, ends = make_state(method, num_envs=8, seats="learner,mixed,learner"), []
+    if state.watched is not None:
+        hop.watch_rule_based(state)
+    before = copy.deepcopy(state.state_dict())
+    assert "data" not in before["games"]["replay"]
+    for _ in range(2):
+        for _ in range(2):
+            train(state)
+        if state.watched is not None:
+            hop.watch_rule_based(state)
+        ends.append(copy.deepcopy(state.state_dict()))
+        weights = state.networks.policy.parameters()
+        state.load_state_dict(before)
+        assert all(x is y for x, y in zip(weights, state.networks.policy.parameters(), strict=True))
+    assert same_tree(*ends) and not same_tree(before["networks"], ends[0]["networks"])
+    assert same_tree(state.state_dict()["networks"], before["networks"])
+    assert same_tree(state.games.env.state_dict(), before["games"]["env"])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The preparation
 
