@@ -2841,8 +2841,10 @@ def load_state(args: Args, state: TrainState, checkpoint: dict, rank: int, say) 
 
 
 def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> None:
-    """Pretrains the models, where there are any"""
-    if state.networks.moa is None:
+    """Pretrains the models, where there are any and something asks for it"""
+    loads = args.vae_checkpoint or args.world_model_checkpoint
+    wanted = args.pretraining_updates or args.offline_ratio or loads
+    if state.networks.moa is None or not wanted:
         return
     say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
     metrics = pretrain(state.args, state, seeds, rank)
