@@ -33,13 +33,13 @@ class Predictions(NamedTuple):
     kind: torch.Tensor  # int64 [n] as in Seats.kinds
 
 
-@torch.no_grad()
 def predict(run: Run, state: Seated, num_steps: int) -> Predictions:
     """Plays, and asks MOA about every co-player on the board"""
     steps = [predict_step(run, state) for _ in range(num_steps)]
     return Predictions(*(torch.cat(field) for field in zip(*steps, strict=True)))
 
 
+@torch.no_grad()
 def predict_step(run: Run, state: Seated) -> Predictions:
     script = run.script
     args = state.args
