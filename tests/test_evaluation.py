@@ -202,6 +202,12 @@ def test_a_tool_names_all_that_it_calls_of_a_script(tool):
     assert not re.search(r"import (.*, )?evaluate\b|from evaluation\.evaluate\b", text)
 
 
+def test_no_tool_stands_in_the_way_of_the_standard_library():
+    """Whoever runs a script of a folder finds the others of it where Python looks for modules"""
+    names = {path.stem for folder in ("evaluation", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    assert {"inspector", "speed"} <= names and not names & sys.stdlib_module_names
+
+
 def test_without_docstrings(small, tmp_path):
     """python -OO drops them"""
     shutil.copy(small, tmp_path)
