@@ -1051,17 +1051,6 @@ def _write(draw, middle, text, size, colour="black", rim="white"):
     draw.text(middle, text, colour, FONT(size), "mm", stroke_width=2, stroke_fill=rim)
 
 
-def render_table(table: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-    """Shares [R, R] as a picture, uint8 [height, width, 3]: darker is more; `names` of the rows and columns"""
-    side, shades = 80, np.uint8(255 * (1 - table))
-    image = Image.new("RGB", (side * (len(names) + 1),) * 2, "white")
-    image.paste(Image.fromarray(shades.repeat(side, 0).repeat(side, 1)), (side, side))
-    texts = [["", *names], *([name, *map("{:.2f}".format, row)] for name, row in zip(names, table, strict=True))]
-    for (row, column), text in np.ndenumerate(texts):
-        _write(ImageDraw.Draw(image), (side * column + side // 2, side * row + side // 2), text, 16)
-    return np.array(image)
-
-
 def write_gif(path: str, frames: list[np.ndarray], fps: float = 4) -> None:
     images = [Image.fromarray(frame) for frame in frames]
     milliseconds = [round(1000 / fps)] * (len(images) - 1) + [1500]

@@ -18,7 +18,6 @@ import concurrent.futures
 import csv
 import dataclasses
 import glob
-import importlib
 import itertools
 import json
 import math
@@ -27,40 +26,47 @@ import shutil
 import subprocess
 import sys
 import time
-import types
 import zlib
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import pretrain_world_model
-from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, UserError, command_line, parse
+from stag_hunt_env import ACTION_NAMES, NUM_ACTIONS, UserError, command_line, parse, refuse
 
 import numpy as np
-import torch
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
-RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]
+RECALLS = [f"recall/{action}" for action in range(NUM_ACTIONS)]  # in tables of earlier versions, which logged them
 FOLLOWED = {  # name in our tables: key in metrics.jsonl
-    **{"return": "charts/episodic_return", "stag": "charts/stag_share", "nothing": "charts/nothing_share"},
+    "return": "charts/episodic_return",
+    "stag": "charts/stag_share",
+    "nothing": "charts/nothing_share",
     **{f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)},
-    **{
-        "value_real": "losses/value_loss_real",
-        "imagined_return": "imagined/return_mean",
-        "real_return": "real/return_mean",
-    },
-    **{"moa_top1": "moa/top1", "moa_ceiling_top1": "moa/ceiling/top1", "search_gain": "search/gain"},
-    **{"moa_nll": "moa/nll"} | {f"moa_nll_{i}": f"per_agent/moa_nll/learner_{i}" for i in range(4)},
-    **{f"moa_top1_{i}": f"per_agent/moa_top1/learner_{i}" for i in range(4)},
-    **{"exact_match/1": "wm/exact_match/1", "exact_match/8": "wm/exact_match/8", "horizon": "wm/horizon"},
+    "value_real": "losses/value_loss_real",
+    "imagined_return": "imagined/return_mean",
+    "real_return": "real/return_mean",
+    "moa_top1": "moa/top1",
+    "moa_ceiling_top1": "moa/ceiling/top1",
+    "search_gain": "search/gain",
+    "moa_nll": "moa/nll",
+    **{f"moa_nll_{i}": f"per_agent/moa_nll/learner_{i}" for i in range(4)},
+    "exact_match/1": "wm/exact_match/1",
+    "exact_match/8": "wm/exact_match/8",
+    "horizon": "wm/horizon",
 }
 TITLES = {  # of what is drawn
-    **{"value_real": "value loss on real samples", "steps_to_2.8": "env steps to a return of 2.8"},
-    **{"fall": "best fifth of the run - last fifth", "moa_top1": "MOA, top-1", "moa_nll": "MOA's NLL"},
-    **{"moa_gap": "MOA's NLL above the players' own", "before/probe_accuracy": "pretrained: probe accuracy of g"},
-    **{"before/top1": "pretrained: MOA, top-1", "before/exact_match/1": "pretrained: exact after 1 step"},
-    **{"before/exact_match/20": "pretrained: exact after 20 steps"},
+    "value_real": "value loss on real samples",
+    "steps_to_2.8": "env steps to a return of 2.8",
+    "fall": "best fifth of the run - last fifth",
+    "moa_top1": "MOA, top-1",
+    "moa_nll": "MOA's NLL",
+    "moa_gap": "MOA's NLL above the players' own",
+    "before/probe_accuracy": "pretrained: probe accuracy of g",
+    "before/top1": "pretrained: MOA, top-1",
+    "before/exact_match/1": "pretrained: exact after 1 step",
+    "before/exact_match/20": "pretrained: exact after 20 steps",
 }
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
@@ -245,7 +251,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
         "Why did MOA collapse?",
         {
             "present (default)": DEFAULT,
-            "rewarded": Run(f"{SHORT} --moa-data rewarded"),
+            "rewarded": Run(SHORT, patch=("rewarded",)),
             "all steps": Run(SHORT, patch=("all_steps",)),
             "present, half as long": Run(BRIEF),
             "present, unmasked": Run(BRIEF, patch=("unmasked",)),
@@ -284,7 +290,7 @@ SECTIONS = {  # name: title, runs, panels (kind, key)
         {
             **LONG_RUNS,
             **SEARCHES,
-            "HOP+, no memory": Run(f"{LONG} {MEETS} --no-inter-episode-belief", then=(ADAPT,)),
+            "HOP+, no memory": Run(f"{LONG} {MEETS} --memory-discount 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{LONG} {MEETS} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(f"{SEEDS5} --total-timesteps 400000 --method ppo --num-envs 128"),
             "HOP+, few steps": Run(f"{SEEDS5} --total-timesteps 100000 {FEW}"),
@@ -328,8 +334,8 @@ class ExperimentArgs:
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
     patched: tuple[str, ...] = ()
-    """only run --script with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, moa_of_player_1,
-    permuted_actions, pixel, pixel_weighted; its flags after --"""
+    """only run --script with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, rewarded,
+    moa_of_player_1, permuted_actions, pixel, pixel_weighted; its flags after --"""
     script: Literal["hopplus_ppo.py", "hopplus_mcts.py"] = "hopplus_ppo.py"
     """see there"""
 
@@ -340,131 +346,97 @@ class Args(ExperimentArgs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mistakes, and what the world model is compared with, as edits of hopplus_ppo.py or hopplus_mcts.py
+# Mistakes, and what the world model is compared with, as edits of the text of hopplus_ppo.py or hopplus_mcts.py: what
+# stands there once -> what stands there instead
+
+PPO_BATCH = "    return {name: x.flatten(1, 2) for name, x in batch.items()}\n"
+IMAGINED_BELIEF = "        belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)\n"
+CLIPPED = "    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))\n"
+MASKED = "        return logits.float().masked_fill(~legal, -1e9).log_softmax(1)\n"
+WEIGHT = "    weight = row_weights(windows.done, present[:, : shape[1]])\n"
+MOA_STEP = '        optimizer_step(optimizer, losses["loss"], 1.0)\n'
+MOA_LEARNS = "    log_probs = moa(rows.board, rows.walls, clock, goal, rows.legal)\n"
+AFTER_WORLD_MODEL = "\n\ndef select_head("
+
+OF_PLAYER_1 = """    batch = {name: x.flatten(1, 2) for name, x in batch.items()}
+    if not real:
+        return batch
+    learner = torch.arange(len(weight), device=weight.device)
+    first = learner - learner % args.config.num_players
+    return {name: x[first] for name, x in batch.items()}
+"""
+WITHOUT_GOALS = f"""{IMAGINED_BELIEF}\
+        belief = belief._replace(goals=torch.zeros_like(belief.goals))
+"""
+ALL_STEPS = "    weight = row_weights(windows.done, torch.ones_like(present[:, : shape[1]]))\n"
+REWARDED = """    leaves = exited(env.config, whole.board, whole.next_board)[:, None, ..., 1:]
+    rewarded = (same_game(whole.done)[:, : shape[1]] & leaves).any(2)
+    weight = row_weights(windows.done, present[:, : shape[1]] & rewarded)
+"""
+STEP_OF_PLAYER_1 = f"""        learner = torch.arange(len(losses["loss"]), device=env.device)
+        learns = (learner % args.config.num_players == 0) | pretraining
+        losses["loss"] = torch.where(learns, losses["loss"], 0.0)
+{MOA_STEP}"""
+OTHER_ORDER = """    number = torch.tensor([1, 2, 3, 4, 0, 6, 5], device=goal.device)  # stay first, hare before stag
+    legal = rows.legal[..., number.argsort()]
+    log_probs = moa(rows.board, rows.walls, clock, goal, legal)[..., number]
+"""
 
 
-def one_player(hop) -> None:
-    """Everybody trains on player 1's data."""
-    make_ppo_batch = hop.make_ppo_batch
+def pixel_world_model(channel_weights: tuple[float, ...] | None) -> str:
+    """The world model of pretrain_world_model.py that predicts every cell"""
+    return f"""
 
-    def of_player_1(args, samples, real):
-        batch = make_ppo_batch(args, samples, real)
-        if not real:
-            return batch
-        learner = torch.arange(len(batch["weight"]), device=batch["weight"].device)
-        first = learner - learner % args.config.num_players
-        return {name: x[first] for name, x in batch.items()}
-
-    hop.make_ppo_batch = of_player_1
+import pretrain_world_model
 
 
-def zero_subgoals(hop) -> None:
-    """In imagined rollouts the policy reads zeros instead of subgoals."""
-    imagine, infer_opponents = hop.imagine, hop.infer_opponents
-
-    def without_goals(*given):
-        belief = infer_opponents(*given)
-        return belief._replace(goals=torch.zeros_like(belief.goals))
-
-    def imagine_without_goals(*given):
-        hop.infer_opponents = without_goals
-        try:
-            return imagine(*given)
-        finally:
-            hop.infer_opponents = infer_opponents
-
-    hop.imagine = imagine_without_goals
+class PixelWorldModel(pretrain_world_model.PixelWorldModel):
+    def __init__(self, config, args):
+        changes = {{"wm_hidden": args.wm_hidden, "wm_channel_weights": {channel_weights}}}
+        super().__init__(config, pretrain_world_model.make_args(**changes))
 
 
-def unclipped(hop) -> None:
-    """Imagined rewards are what the world model says, not clipped to the game's payoffs."""
-    predict_step = hop.predict_step
-    any_reward = types.SimpleNamespace(payoffs=lambda: (-math.inf, math.inf))
-    hop.predict_step = lambda args, config, *given: predict_step(args, any_reward, *given)
+WorldModel = PixelWorldModel
+{AFTER_WORLD_MODEL}"""
 
 
-def unmasked(hop) -> None:
-    """MOA may predict actions that are not legal."""
-    forward = hop.ActionModel.forward
-    hop.ActionModel.forward = lambda self, *given: forward(self, *given[:-1], torch.ones_like(given[-1]))
+PATCHES = {
+    # Everybody trains on player 1's data.
+    "one_player": {PPO_BATCH: OF_PLAYER_1},
+    # In imagined rollouts the policy reads zeros instead of subgoals.
+    "zero_subgoals": {IMAGINED_BELIEF: WITHOUT_GOALS},
+    # Imagined rewards are what the world model says, not clipped to the game's payoffs.
+    "unclipped": {CLIPPED: "    return next_board, reward\n"},
+    # MOA may predict actions that are not legal.
+    "unmasked": {MASKED: "        return logits.float().log_softmax(1)\n"},
+    # MOA and q_phi also learn from the steps after a co-player left.
+    "all_steps": {WEIGHT: ALL_STEPS},
+    # MOA and q_phi only learn from games in which the co-player took prey.
+    "rewarded": {WEIGHT: REWARDED},
+    # The other players' MOA and q_phi stay as they were after the pretraining, which is one for all.
+    "moa_of_player_1": {MOA_STEP: STEP_OF_PLAYER_1},
+    # MOA learns the actions in another order than the one it is read in.
+    "permuted_actions": {MOA_LEARNS: OTHER_ORDER},
+    # The world model predicts every cell and the reward by mean squared error.
+    "pixel": {AFTER_WORLD_MODEL: pixel_world_model(None)},
+    # The same; an error in the players' planes counts twice.
+    "pixel_weighted": {AFTER_WORLD_MODEL: pixel_world_model((2, 2, 2, 2, 1, 1, 1))},
+}
 
 
-def all_steps(hop) -> None:
-    """MOA and q_phi also learn from the steps after a co-player left."""
-    opponent_model_losses, masked_mean = hop.opponent_model_losses, hop.masked_mean
-
-    def of_all_steps(args, env, networks, windows, eps, pretraining=False, ahead=0):
-        done = windows.done[:, : windows.done.shape[1] - ahead]
-        weight = 1 / hop.same_game(done).sum(2)  # [M, T, G, 1]: each game weighs the same
-        weight = weight.expand(*done.shape, windows.history.shape[3]).flatten(1)
-        hop.masked_mean = lambda x, _: masked_mean(x, weight)
-        try:
-            return opponent_model_losses(args, env, networks, windows, eps, pretraining, ahead)
-        finally:
-            hop.masked_mean = masked_mean
-
-    hop.opponent_model_losses = of_all_steps
-
-
-def moa_of_player_1(hop) -> None:
-    """The other players' MOA and q_phi stay as they were after the pretraining, which is one for all."""
-    opponent_model_losses = hop.opponent_model_losses
-
-    def of_player_1(args, env, networks, windows, eps, pretraining=False, ahead=0):
-        losses = opponent_model_losses(args, env, networks, windows, eps, pretraining, ahead)
-        if pretraining:
-            return losses
-        learner = torch.arange(len(losses["loss"]), device=losses["loss"].device)
-        learns = learner % args.config.num_players == 0
-        return losses | {"loss": torch.where(learns, losses["loss"], 0.0)}
-
-    hop.opponent_model_losses = of_player_1
-
-
-def permuted_actions(hop) -> None:
-    """MOA learns the actions in another order (stay first, hare before stag) than the one it is read in."""
-    opponent_model_losses, forward = hop.opponent_model_losses, hop.ActionModel.forward
-    number = (1, 2, 3, 4, 0, 6, 5)  # of up, down, left, right, stay, hunt stag, hunt hare where MOA learns
-    action = tuple(number.index(place) for place in range(NUM_ACTIONS))
-    learning = []
-
-    def reorder(x, order):
-        return torch.stack([x[:, place] for place in order], 1)
-
-    def forward_in_other_order(self, *given):
-        if not learning:
-            return forward(self, *given)
-        return reorder(forward(self, *given[:-1], reorder(given[-1], action)), number)
-
-    def losses_in_other_order(*given):
-        learning.append(True)
-        try:
-            return opponent_model_losses(*given)
-        finally:
-            learning.clear()
-
-    hop.ActionModel.forward, hop.opponent_model_losses = forward_in_other_order, losses_in_other_order
-
-
-def pixel(hop, channel_weights: tuple[float, ...] | None = None) -> None:
-    """The world model predicts every cell and the reward by mean squared error."""
-
-    class PixelWorldModel(pretrain_world_model.PixelWorldModel):
-        def __init__(self, config, args):
-            changes = {"wm_hidden": args.wm_hidden, "wm_channel_weights": channel_weights}
-            super().__init__(config, pretrain_world_model.make_args(**changes))
-
-    hop.WorldModel = PixelWorldModel
-
-
-def pixel_weighted(hop) -> None:
-    """The same; an error in the players' planes counts twice."""
-    pixel(hop, channel_weights=(2, 2, 2, 2, 1, 1, 1))
-
-
-EDITS = (one_player, zero_subgoals, unclipped, unmasked, all_steps, moa_of_player_1, permuted_actions)
-EDITS += (pixel, pixel_weighted)
-PATCHES = {patch.__name__: patch for patch in EDITS}
+def patched_script(script: str, patches: dict[str, dict[str, str]]) -> ModuleType:
+    """The script with edits, name -> what is replaced by what"""
+    path = ROOT / script
+    text = path.read_text()
+    for name, edits in patches.items():
+        for before, after in edits.items():
+            refuse(text.count(before) != 1, f"--patched {name}: {script} no longer has once:\n{before}")
+            text = text.replace(before, after)
+    module = ModuleType(f"patched_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where its dataclasses look for their module
+    exec(compile(text, path, "exec"), vars(module))
+    return module
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,7 +463,7 @@ def make(args: Args, run: Run) -> None:
     if not begun:
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
         folder.mkdir(parents=True)
-    fixed = [] if run.script == GRU else ["--num-pictures", "0", "--save-seconds", "120", "--log-details"]
+    fixed = [] if run.script == GRU else ["--save-seconds", "120"]
 
     def call(log: str, *command: str) -> None:
         with open(folder / f"{log}.log", "a") as file:
@@ -501,9 +473,9 @@ def make(args: Args, run: Run) -> None:
     if begun:
         flags = ["--resume", begun[0]]
     elif run.before:
-        script, own, flag = run.before
+        script, script_flags, flag = run.before
         there = folder.resolve() / "before"
-        call("before", script, *own.split(), *args.extra.split(), "--run-dir", str(there))
+        call("before", script, *script_flags.split(), *args.extra.split(), "--run-dir", str(there))
         flags += [flag, checkpoints_in(there)[0]]
     started = time.time()
     patched = ["benchmarks/experiments.py", "--patched", *run.patch, "--script", run.script, "--"]
@@ -533,7 +505,6 @@ def figures_of(row: dict) -> dict[str, float]:
     found = {name: row[key] for name, key in FOLLOWED.items() if row.get(key) is not None}
     if "moa/nll" in row:
         found["moa_gap"] = row["moa/nll"] - row["moa/ceiling/nll"]
-        found |= {key: row[f"moa/{key}"] for key in RECALLS if row[f"moa/{key}"] is not None}
     return found
 
 
@@ -556,7 +527,7 @@ def device_of(log: str) -> str:
 def collect(args: Args, number: str) -> None:
     """docs/data/section_NUMBER*.csv from the folders of the runs"""
     _, runs, panels = SECTIONS[number]
-    followed = ["return", "value_real", *(RECALLS if ("recalls", "") in panels else ())]
+    followed = ["return", "value_real"]
     summaries, curves, met, repeated, meeting, crossed, together = [], [], [], [], [], [], []
     for label, run in runs.items():
         folder = folder_of(args, run)
@@ -955,12 +926,13 @@ def draw(args: Args, number: str) -> None:
     draws = {"bars": bars, "seats": seats, "curves": curves, "recalls": recalls, "adaptation": adaptation}
     draws |= {"against": against, "meeting": meeting, "together": together}
     draws |= {"points": points, "late curves": late_curves}
-    needs = {"bars": "{}", "seats": "{}_3"}  # what a panel draws; tables made before it was followed do not have it
-    panels = [
-        (kind, key)
-        for kind, key in panels
-        if read(args, number, sources[kind]) and (kind not in needs or by_run(rows, needs[kind].format(key)))
-    ]
+    needs = {"bars": "{}", "seats": "{}_3", "recalls": "recall/0"}  # what a panel draws; not every table has it
+    drawn = []
+    for kind, key in panels:
+        source = read(args, number, sources[kind])
+        if source and (kind not in needs or by_run(source, needs[kind].format(key))):
+            drawn.append((kind, key))
+    panels = drawn
     met, references = read(args, number, "_adaptation"), [row for k in "78" for row in read(args, k, "_adaptation")]
     scores = {sets: normalised(met, references, sets) for sets in ("standard", "strangers")}
     count = len({row["run"] for row in rows})
@@ -1012,13 +984,10 @@ def draw(args: Args, number: str) -> None:
 
 
 def main_patched(args: Args) -> None:
-    hop = importlib.import_module(Path(args.script).stem)
-    unknown = [name for name in args.patched if name not in PATCHES]
-    if unknown:
-        raise UserError(f"--patched {unknown[0]}: the known ones are {', '.join(PATCHES)}")
     for name in args.patched:
-        PATCHES[name](hop)
-    hop.main(hop.parse_args(list(args.words)))
+        refuse(name not in PATCHES, f"--patched {name}: the known ones are {', '.join(PATCHES)}")
+    script = patched_script(args.script, {name: PATCHES[name] for name in args.patched})
+    script.main(script.parse_args(list(args.words)))
 
 
 def main(args: Args) -> None:

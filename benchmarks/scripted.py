@@ -21,7 +21,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
-from evaluation.evaluate import interval, mean_text
+from evaluation.runs import interval, mean_text
 
 import torch
 

@@ -10,7 +10,6 @@ Writes `docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
 
 import csv
 import dataclasses
-import functools
 import importlib
 import math
 import statistics
@@ -68,7 +67,7 @@ class Args:
     script: Literal["ppo", "mcts"] = "ppo"
     """--flags: of hopplus_ppo.py or of hopplus_mcts.py"""
     repeats: Count = 10
-    """iterations to take the median of (where models learn only in every k-th one: groups of k)"""
+    """iterations to take the median of (where rule-based games are watched only before every k-th one: groups of k)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where; auto: on the GPU if there is one"""
     folder: str = "runs/speed"
@@ -98,54 +97,51 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     seeds = list(range(args.seed, args.seed + args.num_seeds))
-    state = script.make_train_state(args, [seats_table(args.seats, config.num_players)] * len(seeds), seeds, device)
-    networks, env = state.networks, state.env
-    watch_every = args.replay_rollouts if state.offline is not None else 1
-
-    def watch():
-        if state.offline is not None:
-            script.watch_rule_based(state.offline)
-
-    def due(k):
-        world = networks.world is not None and args.wm_updates > 0 and k % args.wm_period == 0
-        return world, networks.moa is not None and args.subgoal_updates > 0 and k % args.subgoal_period == 0
-
-    cycle = math.lcm(args.wm_period, args.subgoal_period, watch_every)  # not everything happens in every iteration
-    iterations = {due(k): functools.partial(script.train_iteration, state, *due(k)) for k in range(cycle)}
-    for warm_up in (watch, *iterations.values()):
-        warm_up()
-    iterations = {kind: script.capture(call, env, args.cudagraphs) for kind, call in iterations.items()}
-    watch = script.capture(watch, env, args.cudagraphs and state.offline is not None)
-    ready, stages = time.perf_counter() - begun, []
+    tables = [seats_table(args.seats, config.num_players)] * len(seeds)
+    state = script.make_train_state(args, tables, seeds, device)
+    env = state.games.env
+    run_iteration, watch = script.capture_iterations(state)
+    cycle = args.replay_rollouts if state.watched is not None else 1  # iterations between two that are watched
+    ready = time.perf_counter() - begun
+    stages = []
 
     def train():
-        found = []
+        times = []
         for k in range(cycle):
-            if k % watch_every == 0:
+            if k == 0:
                 watch()
-            found.append(iterations[due(k)]()["timer"].seconds())
-        stages.append({name: sum(stage[name] for stage in found) / cycle for name in found[0]})
+            times.append(run_iteration()["timer"].seconds())
+        stages.append({name: sum(stage[name] for stage in times) / cycle for name in times[0]})
 
     full = median_seconds(train, repeats, device) / cycle
     actions = torch.randint(NUM_ACTIONS, (args.num_steps, env.num_envs, config.num_players), device=device)
 
     def play_at_random():
         for step in range(args.num_steps):
-            env.step(actions[step])
+            env.advance(actions[step])
 
     def play():
-        script.rollout(args, env, state.seats, networks, state.rollout_state, args.num_steps)
+        script.rollout(args, state.games, state.networks, args.num_steps)
 
     play_at_random()
-    alone = (script.capture(call, env, args.cudagraphs) for call in (play_at_random, play))
-    game, policy = (median_seconds(call, repeats, device) for call in alone)
+    game_seconds, policy_seconds = (
+        median_seconds(script.capture(call, env, args.cudagraphs), repeats, device) for call in (play_at_random, play)
+    )
     steps = args.num_steps * env.num_envs
-    row = {"env_steps_per_s": steps / full, "agent_steps_per_s": steps * config.num_players / full}
-    row |= {"game_only_env_steps_per_s": steps / game, "game_and_policy_env_steps_per_s": steps / policy}
-    row |= {"iteration_ms": 1000 * full, "ready_s": ready}
-    row |= {f"{name[5:]}_ms": 1000 * statistics.median(s[name] for s in stages[3:]) for name in stages[0]}
+    row = {
+        "env_steps_per_s": steps / full,
+        "agent_steps_per_s": steps * config.num_players / full,
+        "game_only_env_steps_per_s": steps / game_seconds,
+        "game_and_policy_env_steps_per_s": steps / policy_seconds,
+        "iteration_ms": 1000 * full,
+        "ready_s": ready,
+    }
+    for name in stages[0]:
+        stage = name.removeprefix("time/")
+        row[f"{stage}_ms"] = 1000 * statistics.median(times[name] for times in stages[3:])
     if device.type == "cuda":
-        row |= {"busy": busy(train) / cycle / full, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        row["busy"] = busy(train) / cycle / full
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return row
 
 

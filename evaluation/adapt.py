@@ -31,19 +31,44 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stag_hunt_env as game
 from benchmarks.scripted import bayes_probs
+from evaluation import runs
+from evaluation.runs import Run, RunFlags, Seated, interval, learner_index, mean_text, play, play_games, write_csv
 from stag_hunt_env import Count, NonNegative, Positive, Seats, StagHuntEnv, Whole, command_line, sample, seats_table
 
-import evaluate
 import matplotlib.style
 import numpy as np
 import torch
 import tyro
-from evaluate import Run, RunFlags, game, interval, learner_index, make_state, mean_text, play, play_games, write_csv
 from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-SHORT = {"NS": "nearest_stag", "NH": "nearest_hare", "noisy NS": "noisy_stag", "noisy NH": "noisy_hare"}
+NEEDS = (
+    "make_train_state",
+    "capture",
+    "imagine",
+    "make_ppo_batch",
+    "real_samples",
+    "ppo_update",
+    "opponent_model_losses",
+    "train_opponent_models",
+    "measure_horizon",
+    "moa_metrics",
+    "train_iteration",
+    "make_optimizer",
+    "Transitions",
+    "history_decay",
+    "history_after_game",
+    "learner_mask",
+)
+SHORT = {
+    "NS": "nearest_stag",
+    "NH": "nearest_hare",
+    "noisy NS": "noisy_stag",
+    "noisy NH": "noisy_hare",
+}
 SETS = {
     "standard": ("3 NS", "3 NH", "3 random", "NS + 2 NH", "2 NS + NH", "2 NS + random", "NS + NH + random"),
     "strangers": ("3 noisy NS", "3 noisy NH", "3 switching", "3 waiting", "noisy NS + 2 noisy NH",
@@ -57,11 +82,22 @@ FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exc
 
 Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
 ON_CPU = {  # where there is no GPU
-    **{"modes": ("frozen", "learning"), "repetitions": 4, "rounds": 4, "imagined_games": 64},
-    **{"best_response_steps": 800_000, "best_response_seeds": 1},
+    "modes": ("frozen", "learning"),
+    "repetitions": 4,
+    "rounds": 4,
+    "imagined_games": 64,
+    "best_response_steps": 800_000,
+    "best_response_seeds": 1,
 }
-LEARNING_MODES = "unguarded", "learning", "both"
-LEARNING = "learning_rate", "update_epochs", "num_minibatches", "ent_coef", "subgoal_learning_rate", "subgoal_updates"
+LEARNING_MODES = ("unguarded", "learning", "both")
+LEARNING = (  # flags of the script, as they are here
+    "learning_rate",
+    "update_epochs",
+    "num_minibatches",
+    "ent_coef",
+    "subgoal_learning_rate",
+    "subgoal_updates",
+)
 
 
 @dataclasses.dataclass
@@ -112,56 +148,65 @@ class Args(RunFlags, AdaptFlags):
 
 
 def parse_args(words: list[str]) -> Args:
-    contract = evaluate.CONTRACT + evaluate.FOR_ADAPT
     defaults = {} if torch.cuda.is_available() else ON_CPU
-    return evaluate.parse_args(words, Args, {"run": RunFlags, "adaptation": AdaptFlags}, contract, **defaults)
+    return runs.parse_args(words, Args, {"run": RunFlags, "adaptation": AdaptFlags}, NEEDS, **defaults)
 
 
 def co_player_sets(args: Args) -> dict[str, tuple[str, ...]]:
     """Name -> the co-players, in ego order from the learner's seat on"""
-    n, sets = args.run.args.config.num_players, {}
-    if not args.seats and n != 4:
-        raise game.UserError(f"--sets {args.sets} has 3 co-players, this game has {n - 1}: use --seats")
+    players = args.run.args.config.num_players
+    sets = {}
+    if not args.seats and players != 4:
+        raise game.UserError(f"--sets {args.sets} has 3 co-players, this game has {players - 1}: use --seats")
     for seats in args.seats:
-        names = game.seats_table(seats, n)
+        names = game.seats_table(seats, players)
         named = names.count("learner") == 1 and "mixed" not in names
         game.refuse(not named, f"--seats needs one learner and named co-players, not {seats}")
         at = names.index("learner")
         others = (*names[at + 1 :], *names[:at])
         sets[" + ".join(others)] = others
     for name in () if sets else SETS[args.sets]:
-        parts = [part.split(" ", 1) if part[0].isdigit() else ("1", part) for part in name.split(" + ")]
-        sets[name] = tuple(SHORT.get(player, player) for count, player in parts for _ in range(int(count)))
+        others = []
+        for part in name.split(" + "):
+            count, player = part.split(" ", 1) if part[0].isdigit() else ("1", part)
+            others += [SHORT.get(player, player)] * int(count)
+        sets[name] = tuple(others)
     return sets
 
 
 def deal_seats(args: Args, sets: dict) -> tuple[list[list[str]], list[int]]:
     """Who sits where in each game, set by set, and which learner of the checkpoint: repetition r in seat r mod N"""
-    saved, n = args.run.checkpoint["args"], args.run.args.config.num_players
-    trained = [i for i, name in enumerate(seats_table(saved["seats"], n)) if name == "learner"]
-    tables, index = [], []
-    for players, r in itertools.product(sets.values(), range(args.repetitions)):
-        tables.append([("learner", *players)[(i - r) % n] for i in range(n)])
-        index.append(learner_index(args.run.checkpoint, r // n % saved["num_seeds"], trained[r % len(trained)]))
+    run = args.run
+    players = run.args.config.num_players
+    trained = runs.learner_seats(seats_table(run.checkpoint["args"]["seats"], players))
+    tables = []
+    index = []
+    for others, r in itertools.product(sets.values(), range(args.repetitions)):
+        names = ("learner", *others)
+        tables.append([names[(seat - r) % players] for seat in range(players)])
+        seed = r // players % run.num_seeds
+        index.append(learner_index(run.checkpoint, seed, trained[r % len(trained)]))
     return tables, index
 
 
 def first_boards(run: Run, index: list[int], count: int = 1024):
     """Transitions [M, count, ...]: first boards of games that learner index[m] has in its replay"""
-    kept = run.script.Replay(run.args.replay_rollouts, "cpu")
     try:
-        kept.load_state_dict(run.checkpoint["states"][0]["replay"])
-        replay, pools = kept.data, []
-        whole = replay is not None
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError):
-        whole = False
-    game.refuse(not whole, f"{run.path}: its replay holds no games to imagine from")
-    for m in range(replay.time.shape[1]):
-        found = ((replay.time[:, m] == 0) & (replay.board[:, m].flatten(3).amax(3) > 0)).nonzero()
-        game.refuse(len(found) == 0, f"{run.path}: its replay holds no first board of a game to imagine from")
-        r, t, e = found[torch.arange(count) * max(1, len(found) // count) % len(found)].unbind(1)
-        pools.append([x[r, m, t % x.shape[2], e] for x in replay])
-    return run.script.Transitions(*(torch.stack(x)[index].to(run.device) for x in zip(*pools, strict=True)))
+        replay = run.script.Transitions(**run.checkpoint["states"][0]["games"]["replay"]["data"])
+        filled = replay.board.any(4)  # not so where nothing came in yet: all on cell 0
+        begins = (replay.time == 0) & filled  # [rollouts, M, T, E]
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, IndexError):
+        begins = None
+    game.refuse(begins is None, f"{run.path}: its replay holds no games to imagine from")
+    pools = []
+    for m in range(begins.shape[1]):
+        places = begins[:, m].nonzero()
+        game.refuse(len(places) == 0, f"{run.path}: its replay holds no first board of a game to imagine from")
+        spread = torch.arange(count) * max(1, len(places) // count) % len(places)
+        rollout, step, column = places[spread].unbind(1)
+        pools.append([x[rollout, m, step % x.shape[2], column] for x in replay])
+    fields = [torch.stack(x)[index].to(run.device) for x in zip(*pools, strict=True)]
+    return run.script.Transitions(*fields)
 
 
 def copy_params(network) -> dict:
@@ -178,7 +223,7 @@ def capture_later(run: Run, state, function):
 
     def versions():
         yield function
-        captured = run.script.capture(function, state.env, state.args.cudagraphs)
+        captured = run.script.capture(function, state.games.env, state.args.cudagraphs)
         while True:
             yield captured
 
@@ -188,12 +233,12 @@ def capture_later(run: Run, state, function):
 
 def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
     """For how many steps boards and payoffs are right, int64 [M]: of all learners together, who have one game each"""
-    args, config = state.args, state.env.config
+    args = state.args
     if args.trust_exact_match == 0:
         return torch.full_like(state.horizon, args.imagination_horizon)
-    horizon, metrics = run.script.measure_horizon(args, config, state.networks, transitions)
+    horizon, metrics = run.script.measure_horizon(args, state.networks, transitions)
     steps = min(args.imagination_horizon, transitions.done.shape[1])
-    present = (transitions.board[:, :steps, 0, 0].flatten(2).amax(2) > 0) | config.prosocial  # [M, steps]
+    present = run.script.learner_mask(args.config, transitions.board[:, :steps, 0])  # [M, steps]
     going = torch.cat([torch.ones_like(present[:, :1]), ~transitions.done[:, : steps - 1, 0]], 1)
     seen = (present & going).int().cumprod(1)
     right = [metrics[f"wm/exact_match/{k + 1}"] * metrics[f"wm/payoff_match/{k + 1}"] for k in range(steps)]
@@ -201,31 +246,39 @@ def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
     return trusted.int().cumprod(0).sum().expand_as(horizon)
 
 
-def check_returns(run: Run, judged: str, *found: torch.Tensor) -> None:
+def check_returns(run: Run, judged: str, *returns: torch.Tensor) -> None:
     """Of the new and the old policy, each [M]: nothing is decided by what is no number"""
-    finite = torch.stack(found).isfinite().all(0)
+    finite = torch.stack(returns).isfinite().all(0)
     if not finite.all():
         share = f"{int((~finite).sum())} of {len(finite)} repetitions"
         raise FloatingPointError(f"{run.path}: the {judged} is no number in {share}: nothing can be decided by it")
 
 
-def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int):
+def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int) -> Seated:
     """The same learners, with the same co-players, in other games"""
     flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
-    other = run.script.make_train_state(flags, tables, [args.seed + number], run.device)
-    return dataclasses.replace(other, networks=state.networks)
+    run.script.seed_everything([args.seed + number], rank=0, stream=0)
+    return Seated(flags, run.script.Games(flags, tables, run.device), state.networks)
 
 
 def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str):
     """A generator, one round at a time. -> return and number of the learner's games that ended [M, 2], and metrics [M].
     tables: who sits where. boards (see first_boards): to imagine games from, or None"""
-    learn, guarded = mode in LEARNING_MODES, mode in ("learning", "both")
-    script, env, networks, policy = run.script, state.env, state.networks, state.networks.policy
-    seat, flags = state.seats.learner_seat[:, 0], state.args
-    rows, rounds = torch.arange(len(seat), device=run.device), args.steps // args.every
+    learn = mode in LEARNING_MODES
+    guarded = mode in ("learning", "both")
+    script = run.script
+    flags = state.args
+    env = state.games.env
+    replay = state.games.replay
+    networks = state.networks
+    policy = networks.policy
+    seat = state.games.seats.learner_seat[:, 0]
+    rows = torch.arange(len(seat), device=run.device)
+    rounds = args.steps // args.every
     came_with = learned = copy_params(policy)
     gain = variance = torch.zeros(len(seat), device=run.device)  # of the new policy over the one it came with
-    metrics, learn_moa = {}, learn and networks.moa is not None and flags.subgoal_updates > 0
+    metrics = {}
+    learn_moa = learn and networks.moa is not None and flags.subgoal_updates > 0
     if learn_moa:
         for p in networks.inference.parameters():  # q_phi stays: it wrote what is remembered
             p.requires_grad_(False)
@@ -242,15 +295,17 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             return script.opponent_model_losses(flags, env, networks, transitions, 0.0)["moa"]
 
     def remembered_history():
-        history = state.rollout_state["history"][:, :1]
+        history = state.games.history[:, :1]
         return script.history_after_game(flags, history, script.history_decay(flags))
 
     def imagine_games():
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
-        start = script.Transitions(*(x[rows[:, None], pick] for x in boards))
-        remembered = {"history": remembered_history(), "oracle_id": oracle_id}
-        remembered = {name: x.expand(-1, args.imagined_games, *x.shape[2:]) for name, x in remembered.items()}
-        start = start._replace(**remembered)
+        start = tree_map(lambda x: x[rows[:, None], pick], boards)
+        history = remembered_history()
+        start = start._replace(
+            history=history.expand(-1, args.imagined_games, *history.shape[2:]),
+            oracle_id=oracle_id.expand(-1, args.imagined_games, *oracle_id.shape[2:]),
+        )
         return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)
 
     def imagined_return():
@@ -262,7 +317,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
 
     def held_out_return():
         """The same, of real games"""
-        held_out.rollout_state["history"].copy_(remembered_history())
+        held_out.games.history.copy_(remembered_history())
         returns = play_games(run, held_out, 1, skip=1)["return"]  # what is under way began with other weights
         total = torch.tensor(returns, dtype=torch.float32, device=run.device)[rows, :, seat]
         return total.mean(1), total.var(1) / total.shape[1]
@@ -273,26 +328,29 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
 
     play_round = capture_later(run, state, functools.partial(play, run, state, args.every))
     learn_imagined = capture_later(run, state, lambda: learn_policy(imagine_games(), False))
-    judge = held_out_return if boards is None else capture_later(run, state, imagined_return)
-    judged = "held-out return" if boards is None else "imagined return"
-    if guarded and boards is None:
+    judge = held_out_return
+    judged = "held-out return"
+    if boards is not None:
+        judge = capture_later(run, state, imagined_return)
+        judged = "imagined return"
+    elif guarded:
         held_out = other_games(args, run, state, tables, 1, args.imagined_games)
         practice = other_games(args, run, state, tables, 2, 1)
         practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
     for number in range(rounds):
         transitions, outputs, episodes = play_round()
-        evaluate.check_decisions(run.path, outputs["log_probs"])
-        done, returns = (episodes[name].unflatten(1, (len(seat), -1)) for name in ("done", "return"))
-        done, returns = done.movedim(1, 0), returns[:, rows, :, seat]  # [M, T, E]
+        runs.check_decisions(run.path, outputs["log_probs"])
+        done = episodes["done"].unflatten(1, (len(seat), -1)).movedim(1, 0)  # [M, T, E]
+        returns = episodes["return"].unflatten(1, (len(seat), -1))[:, rows, :, seat]
         earned = torch.stack([(done * returns).sum((1, 2)), done.sum((1, 2))], 1)
         if networks.moa is not None and number == rounds - 1:
-            metrics |= script.moa_metrics(flags, env, state.seats, networks, transitions, episodes)
-        transitions = script.Transitions(*(x[:, :, :1] for x in transitions))
+            metrics |= script.moa_metrics(flags, state.games, networks, transitions, episodes)
+        transitions = tree_map(lambda x: x[:, :, :1], transitions)
         outputs = {name: x[:, :, :1] for name, x in outputs.items()}
         if learn_moa:
             evidence += moa_nll(moa_before, transitions) - moa_nll(moa_learned, transitions)
-            state.replay.push(transitions)
-            script.train_opponent_models(flags, env, networks, optimizer, state.replay, None, 0.0, args.subgoal_updates)
+            replay.push(transitions)
+            script.train_opponent_models(flags, env, networks, optimizer, replay, None, 0.0, args.subgoal_updates)
             moa_learned = copy_params(networks.moa)
             networks.moa.load_state_dict(select_params(evidence > 0, moa_learned, moa_before))
             metrics["MOA changed"] = evidence > 0
@@ -318,7 +376,9 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             better = gain > 2 * variance.sqrt()
             used = better if guarded else torch.ones_like(better)
             policy.load_state_dict(select_params(used, learned, came_with))
-            metrics |= {judged: torch.where(used, new, old), f"{judged} before": old.clone(), "policy changed": used}
+            metrics[judged] = torch.where(used, new, old)
+            metrics[f"{judged} before"] = old.clone()
+            metrics["policy changed"] = used
         yield earned.cpu().numpy(), metrics
 
 
@@ -326,12 +386,13 @@ def bayes_hunter(args: Args, run: Run, tables: list):
     """As adaptation_loop: the scripted hunter, which neither learns nor remembers a game"""
     env = StagHuntEnv(run.args.config, len(tables) * args.games_at_once, run.device, args.seed)
     seats = Seats(env, tables, population=run.args.population)
-    seat, rows = seats.learner_seat.flatten(), torch.arange(env.num_envs, device=run.device)
+    seat = seats.learner_seat.flatten()
+    rows = torch.arange(env.num_envs, device=run.device)
     for _ in range(args.steps // args.every):
         earned = torch.zeros(env.num_envs, 2, device=run.device)
         for _ in range(args.every):
             actions = sample(seats.action_probs(env.state, bayes_probs(env, seats)))
-            _, _, present_before, done = env.step(actions)
+            _, present_before, done = env.advance(actions)
             seats.update(actions, present_before, done)
             earned[:, 0] += done * env.final_return[rows, seat]
             earned[:, 1] += done
@@ -342,12 +403,18 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
     """A generator: trains plain PPO with exactly each set, from several seeds, an iteration at a time. At last yields
     what each earned in held-out games [sets, seeds], and the best one's mean return in each place of others [sets, E]
     """
-    changes = {"config": run.args.config, "seed": args.seed, "precision": run.args.precision}
-    changes |= {"num_envs": BEST_RESPONSE_GAMES, "learning_rate": 1e-3}
-    ppo_args = run.script.make_args("ppo", args.device, **changes)
+    ppo_args = run.script.make_args(
+        "ppo",
+        args.device,
+        config=run.args.config,
+        seed=args.seed,
+        precision=run.args.precision,
+        num_envs=BEST_RESPONSE_GAMES,
+        learning_rate=1e-3,
+    )
     tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
     state = run.script.make_train_state(ppo_args, tables, [args.seed], run.device)
-    iteration = capture_later(run, state, functools.partial(run.script.train_iteration, state, False, False))
+    iteration = capture_later(run, state, functools.partial(run.script.train_iteration, state))
     for number in range(num_iterations):
         rate = ppo_args.learning_rate * (1 - 0.9 * number / num_iterations)
         state.optimizers["policy"].param_groups[0]["lr"].fill_(rate)
@@ -372,23 +439,42 @@ def timed(function, times: int) -> float:
 def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict:
     """mode -> its generator"""
     tables, index = deal_seats(args, sets)
-    changes = {name: getattr(args, name) for name in LEARNING}
-    changes |= {"num_envs": args.games_at_once, "num_steps": args.every, "replay_rollouts": args.steps // args.every}
-    changes |= {"imagination_horizon": run.args.config.final_time, "critic_data": "mixed", "subgoal_batch_size": 2}
-    changes["share_parameters"] = False
     loops = {}
     for mode in modes:
         if mode == "Bayes hunter":
             loops[mode] = bayes_hunter(args, run, tables)
             continue
-        imagination = mode in LEARNING_MODES and "world" in run.checkpoint["states"][0]["networks"]
-        quiet = {"planner": "none"} if hasattr(run.args, "planner") and mode not in ("search", "both") else {}
-        state = make_state(run, tables, [args.seed], index, imagination=imagination, **changes, **quiet)
+        imagination = mode in LEARNING_MODES and "world" in run.networks
+        state = make_state(args, run, tables, index, mode, imagination)
         if mode == "random":  # all logits 0
-            state.networks.policy.load_state_dict({k: 0 * p for k, p in state.networks.policy.state_dict().items()})
+            policy = state.networks.policy
+            policy.load_state_dict({name: 0 * p for name, p in policy.state_dict().items()})
         boards = first_boards(run, index) if imagination else None
         loops[mode] = adaptation_loop(args, run, state, tables, boards, mode)
     return loops
+
+
+def make_state(args: Args, run: Run, tables: list, index: list[int], mode: str, imagination: bool):
+    """A TrainState in which the checkpoint's learners `index` [M] sit in the learner seats of `tables`"""
+    changes = {name: getattr(args, name) for name in LEARNING}
+    if hasattr(run.args, "planner") and mode not in ("search", "both"):
+        changes["planner"] = "none"
+    flags = dataclasses.replace(
+        run.args,
+        **runs.FROZEN,
+        **changes,
+        imagination=imagination,
+        num_envs=args.games_at_once,
+        num_steps=args.every,
+        replay_rollouts=args.steps // args.every,
+        imagination_horizon=run.args.config.final_time,
+        critic_data="mixed",
+        subgoal_batch_size=2,
+        share_parameters=False,
+    )
+    state = run.script.make_train_state(flags, tables, [args.seed], run.device)
+    runs.load_agents(run, state.networks, index)
+    return state
 
 
 def cluster_means(values: np.ndarray, clusters: np.ndarray) -> list[float]:
@@ -407,24 +493,30 @@ def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
 
 def main(args: Args) -> dict[str, float]:
     """-> score by mode and set"""
-    run, sets, rounds = args.run, co_player_sets(args), args.steps // args.every
-    config, searching, quarter = run.args.config, {"search", "both"} & set(args.modes), rounds // 4
-    final_time, highest = config.final_time, max(config.payoffs())
+    run = args.run
+    config = run.args.config
+    sets = co_player_sets(args)
+    rounds = args.steps // args.every
+    quarter = rounds // 4
+    final_time = config.final_time
+    highest = max(config.payoffs())
+    searching = {"search", "both"} & set(args.modes)
     whole = args.steps % args.every == 0 and quarter * args.every >= final_time
-    searches = getattr(run.args, "planner", "none") != "none"
     game.refuse(not args.modes, "--modes names none")
     game.refuse(not whole, f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
-    if searching and not searches:
+    if searching and run.planner == "none":
         raise game.UserError(f"--modes {max(searching)}: nobody searches without a script's -- --planner mcts")
     start = results_path(args)
-    evaluate.check_writable(*(f"{start}{end}" for end in (".csv", "_repetitions.csv", "_curve.csv", ".png")))
+    runs.check_writable(*(f"{start}{end}" for end in (".csv", "_repetitions.csv", "_curve.csv", ".png")))
     modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
     per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
     iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
     print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
     seeds = args.best_response_seeds
     print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
-    curves, imagined, metrics = {mode: [] for mode in modes}, {}, {}
+    curves = {mode: [] for mode in modes}
+    imagined = {}
+    metrics = {}
     loops = make_loops(args, run, sets, modes)
 
     def play_all():
@@ -452,8 +544,9 @@ def main(args: Args) -> dict[str, float]:
     # The last quarter was played with the weights of one round earlier.
     imagined = {mode: np.mean(x[-quarter - 1 : -1], 0).reshape(len(sets), -1) for mode, x in imagined.items()}
     repetition = np.arange(args.repetitions)
-    seed = repetition // config.num_players % run.checkpoint["args"]["num_seeds"]
-    table, more = {}, {}
+    seed = repetition // config.num_players % run.num_seeds
+    table = {}
+    more = {}
     for name, score in scores.items():
         clusters = seed if name in args.modes else repetition  # nobody trained the others
         table[name] = [interval(cluster_means(row, clusters)) for row in score]
@@ -510,7 +603,7 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     repetitions = [["co_players", "repetition", *by_repetition]]
     for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
         repetitions.append([key, r, *(f"{column[k, r]:.6g}" for column in by_repetition.values())])
-    matplotlib.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
+    matplotlib.style.use(runs.ROOT / "benchmarks" / "plots.mplstyle")
     figure = Figure((max(4, 2.6 * len(sets)), 2.8), layout="tight")
     axes = figure.subplots(1, len(sets), squeeze=False)
     points = [["co_players", "learner", "steps", "return"]]

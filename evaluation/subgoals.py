@@ -16,14 +16,17 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import evaluate
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stag_hunt_env as game
+from evaluation import runs
+from evaluation.runs import Run, RunFlags, Seated, check_writable, learner_seats, play, seats_of, write_csv
+
 import numpy as np
 import torch
 import tyro
-from evaluate import RunFlags, check_writable, game, learner_index, make_state, play, seats_of, write_csv
 from torch.nn import functional as F
 
+NEEDS = ("exited",)
 PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their colours
 
 
@@ -40,33 +43,46 @@ class SubgoalFlags:
 @dataclasses.dataclass
 class Args(RunFlags, SubgoalFlags):
     path: str = tyro.MISSING
-    run: evaluate.Run | None = None
+    run: Run | None = None
 
 
 def parse_args(words: list[str]) -> Args:
-    return evaluate.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags})
+    return runs.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags}, NEEDS)
 
 
-def prey_taken(transitions) -> tuple[torch.Tensor, ...]:
+def others_exited(run: Run, transitions) -> torch.Tensor:
+    """bool [M, T, E, K]: which co-players left with the step"""
+    return run.script.exited(run.args.config, transitions.board, transitions.next_board)[..., 1:]
+
+
+def others_cells(run: Run, transitions) -> torch.Tensor:
+    """uint8 [M, T, E, K]: where co-players stand before the step (H*W: they have left)"""
+    return transitions.board[..., 1 : run.args.config.num_players]
+
+
+def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
     """-> in the game of each step, which prey each co-player takes (its place in PREY) [M, T, E, K]; whether that game
     ends in these T steps [M, T, E]; which game of its place it is [M, T, E]"""
-    done, exited = transitions.done.int(), transitions.exited[..., 1:]
+    done = transitions.done.int()
+    exited = others_exited(run, transitions)
+    hunted = transitions.joint[..., 1:].long() - game.STAY
     number = done.cumsum(1) - done  # [M, T, E] which game of its place
     taken = torch.zeros(exited.shape, dtype=torch.int64, device=done.device)  # [M, T, E, K]
     for k in range(int(number.max()) + 1):
-        own = (number == k)[..., None]
-        caught = torch.where(exited & own, transitions.joint[..., 1:].long() - game.STAY, 0).amax(1, keepdim=True)
-        taken = torch.where(own, caught, taken)
+        this_game = (number == k)[..., None]
+        caught = torch.where(exited & this_game, hunted, 0).amax(1, keepdim=True)
+        taken = torch.where(this_game, caught, taken)
     return taken, number < done.sum(1, keepdim=True), number
 
 
-def collect(run, state) -> tuple[torch.Tensor, ...]:
+def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
     """Games that began and ended meanwhile -> subgoals [n, D], prey taken [n], step of the game [n], place [n]"""
-    transitions, outputs, _ = play(run, state, 4 * state.env.config.final_time)
-    taken, finished, number = prey_taken(transitions)
-    done, exited = transitions.done, transitions.exited[..., 1:]
+    config = run.args.config
+    transitions, outputs, _ = play(run, state, 4 * config.final_time)
+    taken, finished, number = prey_taken(run, transitions)
+    done = transitions.done
     whole = (number > 0) & finished
-    present = transitions.board[:, :, :, 1 : exited.shape[3] + 1].flatten(4).amax(4) > 0
+    present = others_cells(run, transitions) < config.num_cells
     counts = whole[..., None] & present
     place = torch.arange(done.shape[2], device=done.device).view(1, 1, -1, 1).expand_as(taken)
     goals = outputs["goals"].float().unflatten(3, (taken.shape[3], -1))
@@ -85,41 +101,48 @@ def fit_probe(goals, taken):
     return lambda goals: (inputs(goals) @ weights).argmax(1)
 
 
-def rest_of_game(run, state) -> tuple[torch.Tensor, ...]:
+def rest_of_game(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
     """Plays the games on -> present [M, E, K] and subgoals [M, E, K, D] now, prey taken [M, E, K], and the cells on
     which each co-player stands later, bool [M, E, K, H*W]"""
-    transitions, outputs, _ = play(run, state, state.env.config.final_time)
-    exited = transitions.exited[..., 1:]
-    cells = transitions.board[:, :, :, 1 : exited.shape[3] + 1].flatten(4) > 0  # [M, T, E, K, H*W]
+    config = run.args.config
+    transitions, outputs, _ = play(run, state, config.final_time)
+    exited = others_exited(run, transitions)
+    cell = others_cells(run, transitions)
+    stands = F.one_hot(cell.long(), config.num_cells + 1)[..., :-1] > 0  # [M, T, E, K, H*W]
     same = (transitions.done.int().cumsum(1) == transitions.done.int())[..., None]  # the game that is on now
-    taken = torch.where(exited & same, transitions.joint[..., 1:].long() - game.STAY, 0).amax(1)
-    later = (cells & same[..., None])[:, 1:].any(1)
+    hunted = transitions.joint[..., 1:].long() - game.STAY
+    taken = torch.where(exited & same, hunted, 0).amax(1)
+    later = (stands & same[..., None])[:, 1:].any(1)
     goals = outputs["goals"][:, 0].float().unflatten(2, (exited.shape[3], -1))
-    return cells[:, 0].any(3), goals, taken, later
+    return cell[:, 0] < config.num_cells, goals, taken, later
 
 
-def with_drawn_players(state, many, table: list[str], copies: int) -> None:
+def with_drawn_players(state: Seated, many: Seated, table: list[str], copies: int) -> None:
     """Puts every game of `state` into `many`, `copies` times, with players drawn from the exact posterior in the mixed
     seats of `table`"""
-    for kept, x in zip(many.env.state, state.env.state, strict=True):
+    games = state.games
+    drawn = many.games
+    for kept, x in zip(drawn.env.state, games.env.state, strict=True):
         kept.copy_(x.repeat_interleave(copies, 0))
-    for name, x in state.rollout_state.items():
-        many.rollout_state[name].copy_(x.repeat_interleave(copies, 1))
-    many.seats.log_posterior.copy_(state.seats.log_posterior.repeat_interleave(copies, 0))
-    mixed = torch.tensor([name == "mixed" for name in table], device=many.env.device)
-    kinds = state.seats.kinds.repeat_interleave(copies, 0)
-    many.seats.kinds.copy_(torch.where(mixed, game.sample(many.seats.posterior()), kinds))
+    drawn.last_joint.copy_(games.last_joint.repeat_interleave(copies, 1))
+    drawn.history.copy_(games.history.repeat_interleave(copies, 1))
+    drawn.seats.log_posterior.copy_(games.seats.log_posterior.repeat_interleave(copies, 0))
+    mixed = torch.tensor([name == "mixed" for name in table], device=drawn.env.device)
+    kinds = games.seats.kinds.repeat_interleave(copies, 0)
+    drawn.seats.kinds.copy_(torch.where(mixed, game.sample(drawn.seats.posterior()), kinds))
 
 
-def ceilings(args: Args, state, table: list[str], make, probe) -> dict[str, float]:
+def ceilings(args: Args, state: Seated, table: list[str], make, probe) -> dict[str, float]:
     """Probe and hit ratio, and what they could be"""
-    run, many = args.run, make(args.games * args.copies)
+    run = args.run
+    many = make(args.games * args.copies)
     right = {"probe": [], "probe, ceiling": [], "hit ratio": [], "hit ratio, ceiling": []}
     for _ in range(4):
         with_drawn_players(state, many, table, args.copies)
         _, _, drawn, drawn_later = rest_of_game(run, many)
         present, goals, taken, later = rest_of_game(run, state)
-        likely = F.one_hot(drawn, len(PREY)).unflatten(1, (-1, args.copies)).sum(2).argmax(3)  # [M, E, K]
+        drawn = F.one_hot(drawn, len(PREY)).unflatten(1, (-1, args.copies))
+        likely = drawn.sum(2).argmax(3)  # [M, E, K]
         spot = drawn_later.unflatten(1, (-1, args.copies)).sum(2).argmax(3, keepdim=True)
         right["probe"].append(probe(goals[present].cpu()) == taken[present].cpu())
         right["probe, ceiling"].append((likely == taken)[present].cpu())
@@ -137,48 +160,52 @@ def main(args: Args) -> dict[str, float]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    run, config = args.run, args.run.args.config
+    run = args.run
+    config = run.args.config
     read = run.args.subgoals not in ("none", "hop")
     game.refuse(not read, f"{run.path}: its policy reads no subgoals (--method {run.args.method})")
     table = seats_of(run, args.seats)
     title = run.path.parent / f"subgoals_{'-'.join(table)}"
     check_writable(f"{title}.csv", f"{title}.png")
-    num_seeds = run.checkpoint["args"]["num_seeds"]
-    sitting = [seat for seat, name in enumerate(table) if name == "learner"]
-    index = list(dict.fromkeys(learner_index(run.checkpoint, s, i) for s in range(num_seeds) for i in sitting))
-    seeds = list(range(args.seed, args.seed + num_seeds))
+    index = runs.learner_indices(run, table, run.num_seeds)
 
-    def make(games: int):
-        changes = {"seats": ",".join(table), "imagination": False, "num_envs": games}
-        return make_state(run, [table] * num_seeds, seeds, index, **changes)
+    def make(games: int) -> Seated:
+        return runs.seat_learners(
+            run,
+            [table] * run.num_seeds,
+            args.seed,
+            index,
+            seats=",".join(table),
+            imagination=False,
+            num_envs=games,
+        )
 
     state = make(args.games)
     goals, taken, clock, place = collect(run, state)
     held_out = place % 2 == 1
     probe = fit_probe(goals[~held_out], taken[~held_out])
     right = (probe(goals) == taken)[held_out].numpy()
-    clock, shown = clock[held_out].numpy(), taken[held_out]
-    shares = F.one_hot(shown, len(PREY)).double().mean(0)
+    clock = clock[held_out].numpy()
+    shares = F.one_hot(taken[held_out], len(PREY)).double().mean(0)
     majority = float(shares.max())
     steps, counts = np.unique(clock, return_counts=True)
     accuracy = [float(right[clock == step].mean()) for step in steps]
     print(f"{config.setting}, {run.path}: {len(right)} samples")
     print(f"probe {right.mean():.3f}, always the most frequent prey {majority:.3f}")
-    best = {}
-    if sitting == [table.index("learner")]:
-        best = ceilings(args, state, table, make, probe)
-        print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in best.items()))
-    write_csv(
-        f"{title}.csv", [["step", "accuracy", "samples"], *zip(steps.tolist(), accuracy, counts.tolist(), strict=True)]
-    )
+    known = {}
+    if len(learner_seats(table)) == 1:
+        known = ceilings(args, state, table, make, probe)
+        print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in known.items()))
+    rows = zip(steps.tolist(), accuracy, counts.tolist(), strict=True)
+    write_csv(f"{title}.csv", [["step", "accuracy", "samples"], *rows])
 
-    plt.style.use(evaluate.ROOT / "benchmarks" / "plots.mplstyle")
+    plt.style.use(runs.ROOT / "benchmarks" / "plots.mplstyle")
     figure, (scatter, curve) = plt.subplots(1, 2, figsize=(11, 4))
     centred = goals - goals.mean(0)
     spot = (centred @ torch.linalg.svd(centred, full_matrices=False)[2][:2].T).numpy()
     for number, (name, colour) in enumerate(PREY.items()):
-        own = spot[(taken == number).numpy()]
-        scatter.scatter(*own[:1500].T, s=4, alpha=0.4, color=colour, label=f"{name} ({len(own)})")
+        of_prey = spot[(taken == number).numpy()]
+        scatter.scatter(*of_prey[:1500].T, s=4, alpha=0.4, color=colour, label=f"{name} ({len(of_prey)})")
     scatter.set(title="subgoals on their two main axes, by the prey taken")
     curve.plot(steps, accuracy, label=f"probe ({right.mean():.2f})")
     curve.axhline(majority, ls="--", color="grey", label=f"most frequent prey ({majority:.2f})")
@@ -190,7 +217,7 @@ def main(args: Args) -> dict[str, float]:
     figure.savefig(f"{title}.png", dpi=100)
     plt.close(figure)
     print(f"wrote {title}.csv and .png")
-    return {"probe_accuracy": float(right.mean()), "majority": majority, **best}
+    return {"probe_accuracy": float(right.mean()), "majority": majority, **known}
 
 
 if __name__ == "__main__":

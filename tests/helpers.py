@@ -174,6 +174,13 @@ def record_learning_rates(monkeypatch):
     return found
 
 
+def write_checkpoint(path, content):
+    """As game.Run.save: a checksum follows the archive"""
+    torch.save(content, path)
+    data = Path(path).read_bytes()
+    Path(path).write_bytes(data + hashlib.sha256(data).digest())
+
+
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 
 

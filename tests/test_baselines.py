@@ -185,10 +185,9 @@ def test_it_has_the_eyes_of_hopplus(pieces):
     for _ in range(5):
         x = ppo_gru.agent_inputs(env, seats, rollout_state)
         entities, walls, _ = x.split(agent.sizes, 2)
-        board, prey = seats.to_learners(env.observe(env.state)), seats.per_learner(env.state.prey_position)
-        own_entities, own_walls, _ = (
-            v[:, :, 0] for v in hop.entity_views(hop.make_args("ppo", "cpu"), env, board, prey)
-        )
+        board = seats.to_learners(env.cells(env.state))
+        state_walls = seats.per_learner(env.state.walls[:, : config.num_wall_cells])
+        own_entities, own_walls, _ = (v[:, :, 0] for v in hop.entity_views(env, board, state_walls))
         assert torch.equal(entities.long(), own_entities) and (not pieces or torch.equal(walls, own_walls))
         ours = agent.encoder(entities.long()[:, None], walls[:, None])[:, 0]
         torch.testing.assert_close(ours, theirs(own_entities, own_walls))

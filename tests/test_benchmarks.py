@@ -1,6 +1,7 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
 import csv
+import functools
 import itertools
 import json
 import math
@@ -16,6 +17,8 @@ import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
 from benchmarks.baselines import ppo_gru
+from evaluation import adapt, cross_play, evaluate
+from evaluation import runs as evaluation_runs
 from stag_hunt_env import StagHuntConfig
 
 import numpy as np
@@ -24,12 +27,8 @@ import torch
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "benchmarks"))
-sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "evaluation"))
 
-import adapt
-import cross_play
 import dashboard
-import evaluate
 import experiments
 import peers
 import search
@@ -37,9 +36,14 @@ import speed
 
 ROOT = Path(hopplus_ppo.__file__).resolve().parent
 SCRIPTS = {
-    **{"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts, "pretrain_vae.py": pretrain_vae},
-    **{"pretrain_world_model.py": pretrain_world_model, "evaluation/adapt.py": adapt},
-    **{"evaluation/cross_play.py": cross_play, "evaluation/evaluate.py": evaluate, experiments.GRU: ppo_gru},
+    "hopplus_ppo.py": hopplus_ppo,
+    "hopplus_mcts.py": hopplus_mcts,
+    "pretrain_vae.py": pretrain_vae,
+    "pretrain_world_model.py": pretrain_world_model,
+    "evaluation/adapt.py": adapt,
+    "evaluation/cross_play.py": cross_play,
+    "evaluation/evaluate.py": evaluate,
+    experiments.GRU: ppo_gru,
 }
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
@@ -47,10 +51,21 @@ SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 
 SMALL += " --policy-hidden 16"
 TINY = {  # flags for runs of a second
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
-    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "num_pictures": 0, "policy_hidden": 16},
-    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "wm_hidden": 16},
-    **{"wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
-    **{"trust_exact_match": 0.0, "subgoal_period": 1},
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_timesteps": 64,
+    "log_every": 1,
+    "policy_hidden": 16,
+    "num_minibatches": 2,
+    "subgoal_hidden": 8,
+    "goal_dim": 5,
+    "subgoal_batch_size": 2,
+    "wm_hidden": 16,
+    "wm_batch_size": 16,
+    "pretraining_updates": 2,
+    "pretraining_games": 4,
+    "replay_rollouts": 2,
+    "trust_exact_match": 0.0,
 }
 
 
@@ -110,7 +125,7 @@ def test_search_speed():
 
 
 def test_all_flags_of_all_cases_are_understood(monkeypatch):
-    monkeypatch.setattr(evaluate, "load_run", lambda args, words, contract: None)  # there is no run
+    monkeypatch.setattr(evaluation_runs, "load_run", lambda args, words, needs: None)  # there is no run
     found = {(f"hopplus_{script}.py", flags) for cases in speed.CASES.values() for script, flags in cases.values()}
     for script, flags, values in speed.GROWTH.values():
         found |= {(f"hopplus_{script}.py", f"{flags} {max(values[device])}") for device in values}
@@ -124,30 +139,14 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
         SCRIPTS[script].parse_args(flags.split())
 
 
-def patchable(monkeypatch, script):
-    """The script, in which a test may put mistakes"""
-    for name in (
-        "make_ppo_batch",
-        "imagine",
-        "infer_opponents",
-        "predict_step",
-        "opponent_model_losses",
-        "masked_mean",
-        "WorldModel",
-    ):
-        monkeypatch.setattr(script, name, getattr(script, name))  # put back afterwards
-    monkeypatch.setattr(script.ActionModel, "forward", script.ActionModel.forward)
-    return script
+EITHER = pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
 
 
-@pytest.fixture
-def hop(monkeypatch):
-    return patchable(monkeypatch, hopplus_ppo)
-
-
-@pytest.fixture(params=[hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
-def either(request, monkeypatch):
-    return patchable(monkeypatch, request.param)
+@functools.cache
+def patched(script, *names):
+    """The script with mistakes"""
+    patches = {name: experiments.PATCHES[name] for name in names}
+    return experiments.patched_script(Path(script.__file__).name, patches)
 
 
 def make_state(hop, method="hopplus", **changes):
@@ -156,48 +155,63 @@ def make_state(hop, method="hopplus", **changes):
 
 
 def play(hop, state):
-    return hop.rollout(state.args, state.env, state.seats, state.networks, state.rollout_state, 8)
+    return hop.rollout(state.args, state.games, state.networks, 8)
 
 
-def test_one_player(hop):
-    state = make_state(hop, num_seeds=2)
-    transitions, outputs, _ = play(hop, state)
-    samples = hop.real_samples(state.args, state.env.config, transitions, outputs)
-    right = {real: hop.make_ppo_batch(state.args, samples, real) for real in (True, False)}
-    experiments.one_player(hop)
-    wrong = {real: hop.make_ppo_batch(state.args, samples, real) for real in (True, False)}
+def predict(hop, state, transitions):
+    """[M, n, K, 7] what MOA expects"""
+    args, env, networks = state.args, state.games.env, state.networks
+    steps = hop.Transitions(*(x.flatten(1, 2) for x in transitions))
+    views, clock = hop.entity_views(env, steps.board, steps.walls), steps.time / 6
+    belief = hop.infer_opponents(args, env, networks, views, clock, steps.history, steps.oracle_id)
+    noise = torch.zeros(*belief.params.shape[:2], 5)
+    return hop.predict_actions(args, networks, belief, clock, noise).exp()
+
+
+def opponent_losses(hop, state, transitions):
+    torch.manual_seed(1)
+    return hop.opponent_model_losses(state.args, state.games.env, state.networks, transitions, 0.0)
+
+
+@EITHER
+def test_one_player(script):
+    state = make_state(script, num_seeds=2)
+    transitions, outputs, _ = play(script, state)
+    samples = script.real_samples(state.args, state.args.config, transitions, outputs)
+    right = {real: script.make_ppo_batch(state.args, samples, real) for real in (True, False)}
+    other = patched(script, "one_player")
+    wrong = {real: other.make_ppo_batch(state.args, samples, real) for real in (True, False)}
     for name, x in right[True].items():
         assert all(torch.equal(wrong[True][name][m], x[m // 3 * 3]) for m in range(6)), name
         assert torch.equal(wrong[False][name], right[False][name]), "imagined samples are everybody's own"
 
 
-def test_zero_subgoals(hop):
-    state = make_state(hop)
-    start = hop.Transitions(*(x[:, 0] for x in play(hop, state)[0]))
-    given = state.args, state.env, state.networks, start, torch.ones_like(start.done), torch.full_like(state.horizon, 2)
+@EITHER
+def test_zero_subgoals(script):
+    state = make_state(script)
+    start = script.Transitions(*(x[:, 0] for x in play(script, state)[0]))
+    given = state.args, state.games.env, state.networks, start, torch.ones_like(start.done)
+    horizon = torch.full_like(state.horizon, 2)
     size = 2 * state.args.goal_dim  # of two co-players
-    assert (hop.imagine(*given)["inputs"][..., -size:] != 0).any()
-    experiments.zero_subgoals(hop)
-    inputs = hop.imagine(*given)["inputs"]
+    assert (script.imagine(*given, horizon)["inputs"][..., -size:] != 0).any()
+    other = patched(script, "zero_subgoals")
+    inputs = other.imagine(*given, horizon)["inputs"]
     assert (inputs[..., -size:] == 0).all() and (inputs[..., :-size] != 0).any()
-    assert (play(hop, state)[1]["goals"] != 0).any(), "real games still read subgoals"
+    assert (play(other, state)[1]["goals"] != 0).any(), "real games still read subgoals"
 
 
-def test_unclipped(hop):
-    experiments.pixel(hop)
-    state = make_state(hop)
-    transitions = play(hop, state)[0]
-    played = transitions.board[:, 0], transitions.joint[:, 0], transitions.seat[:, 0]
-    given = state.args, state.env.config, state.networks.world, *played
+def test_unclipped():
+    pixel, unclipped = patched(hopplus_ppo, "pixel"), patched(hopplus_ppo, "pixel", "unclipped")
+    state = make_state(pixel)
+    steps = pixel.Transitions(*(x[:, 0] for x in play(pixel, state)[0]))
+    given = state.args.config, state.networks.world, steps.board, steps.walls, steps.joint, steps.seat
     with torch.no_grad():
-        clipped = hop.predict_step(*given)[1]
-        experiments.unclipped(hop)
-        raw = hop.predict_step(*given)[1]
-    payoffs = state.env.config.payoffs()
+        clipped, raw = (hop.predict_step(*given)[1] for hop in (pixel, unclipped))
+    payoffs = state.args.config.payoffs()
     assert torch.equal(clipped, raw.clamp(min(payoffs), max(payoffs))) and not torch.equal(clipped, raw)
 
 
-def test_pixel_world_models(hop, tmp_path):
+def test_pixel_world_models(tmp_path):
     """learn as in pretraining, which they may start from; the script's own world model may not"""
     weights = (2, 2, 2, 1, 1, 1)
     changes = {"wm_head": "pixel", "wm_channel_weights": weights, "wm_hidden": 16, "config": TINY["config"]}
@@ -205,121 +219,118 @@ def test_pixel_world_models(hop, tmp_path):
     args = pretrain_world_model.make_args(**changes, **small, run_dir=str(tmp_path / "before"))
     checkpoint = pretrain_world_model.main(args)["checkpoint"]
     flags = {**TINY, "imagination_horizon": 2, "run_dir": str(tmp_path / "runs"), "world_model_checkpoint": checkpoint}
-    args = hop.make_args("hopplus", "cpu", **flags)
+    args = hopplus_ppo.make_args("hopplus", "cpu", **flags)
     with pytest.raises(ValueError, match="world_model PixelWorldModel, here WorldModel"):
-        hop.main(args)
-    experiments.pixel(hop, weights)
-    final = hop.main(args)
+        hopplus_ppo.main(args)
+    edit = {experiments.AFTER_WORLD_MODEL: experiments.pixel_world_model(weights)}
+    final = experiments.patched_script("hopplus_ppo.py", {"pixel": edit}).main(args)
     assert math.isfinite(final["losses/world_model"]) and final["imagined/samples"] > 0
-    world = torch.load(final["checkpoint"], weights_only=True)["states"][0]["networks"]["world"]
-    assert world.keys() == pretrain_world_model.load_checkpoint(checkpoint)["networks"]["world"].keys()
+    world, before = (torch.load(path, weights_only=True) for path in (final["checkpoint"], checkpoint))
+    assert world["states"][0]["networks"]["world"].keys() == before["networks"]["world"].keys()
 
 
-def test_unmasked_and_all_steps(hop):
-    state = make_state(hop)
+@EITHER
+def test_which_steps_moa_learns_from(script):
+    """Those after a co-player left; only those of games in which it took prey; illegal actions too"""
+    state = make_state(script, num_envs=16)
     for _ in range(3):
-        transitions = play(hop, state)[0]
-    args = state.args, state.env, state.networks
-
-    def predict():
-        steps = hop.Transitions(*(x.flatten(1, 2) for x in transitions))
-        views, clock = hop.entity_views(*args[:2], steps.board, steps.prey_position), steps.time / 6
-        belief = hop.infer_opponents(*args, views, clock, steps.history, steps.oracle_id)
-        return hop.predict_actions(args[0], args[2], belief, clock, torch.zeros(*belief.params.shape[:2], 5)).exp()
-
-    def moa_loss():
-        torch.manual_seed(1)
-        return hop.opponent_model_losses(*args, transitions, 0.0)["moa"]
-
+        transitions = play(script, state)[0]
     with torch.no_grad():
-        assert (predict() == 0).any()
-        experiments.unmasked(hop)
-        assert (predict() > 0).all(), "MOA expects what is not legal"
-        of_those_present = moa_loss()
-        experiments.all_steps(hop)
-        of_all = moa_loss()
-        assert not torch.allclose(of_all, of_those_present)
-        gone = transitions.board[:, :, :, 1:3].flatten(4).amax(4) == 0  # [M, T, G, K]
-        assert gone.any() and of_all.isfinite().all()
-    assert hop.masked_mean(torch.ones(1, 2), torch.tensor([[1.0, 0.0]])) == 1, "elsewhere means are as they were"
+        assert (predict(script, state, transitions) == 0).any()
+        unmasked = make_state(patched(script, "unmasked"), num_envs=16)
+        assert (predict(script, unmasked, transitions) > 0).all(), "MOA expects what is not legal"
+        changed = {name: patched(script, name) for name in ("all_steps", "rewarded")}
+        right, of_all, of_rewarded = (
+            opponent_losses(hop, state, transitions)["moa"] for hop in (script, *changed.values())
+        )
+        assert not torch.allclose(of_all, right) and of_all.isfinite().all()
+        assert not torch.allclose(of_rewarded, right) and of_rewarded.isfinite().all()
+        no_end = transitions._replace(done=torch.zeros_like(transitions.done))  # one game, in which some leave
+        never = no_end._replace(next_board=no_end.board)
+        assert torch.equal(opponent_losses(changed["rewarded"], state, never)["moa"], torch.zeros(6)), "nobody leaves"
+        assert (opponent_losses(script, state, never)["moa"] > 0).all()
+    assert script.masked_mean(torch.ones(1, 2), torch.tensor([[1.0, 0.0]])) == 1
 
 
-@pytest.mark.parametrize("method", ["hopplus", "hop"])
-def test_moa_of_player_1(either, method):
-    if method == "hop" and either is hopplus_ppo:
-        pytest.skip("it has no HOP")
+@pytest.mark.parametrize(("script", "method"), [
+    (hopplus_ppo, "hopplus"), (hopplus_mcts, "hopplus"), (hopplus_mcts, "hop"),
+])  # fmt: skip
+def test_moa_of_player_1(script, method):
     changes = {"goal_dim": 2, "num_simulations": 2, "subgoal_batch_size": 32} if method == "hop" else {}
-    state = make_state(either, method, num_seeds=2, num_envs=32, **changes)
+    state = make_state(script, method, num_seeds=2, num_envs=32, **changes)
+    networks = script.make_networks(state.args, [100, 101, 102, 200, 201, 202], torch.device("cpu"), pretraining=True)
     for _ in range(3):
-        state.replay.push(play(either, state)[0])
+        state.games.replay.push(play(script, state)[0])
 
-    def changed(pretraining=False):
+    def changed(hop, pretraining=False):
         """bool [M]: whose MOA changes in an update, and whose q_phi"""
-        networks, found = (state.networks.moa, state.networks.inference), []
-        before = [{name: p.clone() for name, p in stacked.state_dict().items()} for stacked in networks]
-        given = state.args, state.env, state.networks, state.optimizers["opponents"], state.replay, None, 0.5, 2
-        losses = either.train_opponent_models(*given, pretraining)
-        for stacked, old in zip(networks, before, strict=True):
+        pair, found = (networks.moa, networks.inference), []
+        before = [{name: p.clone() for name, p in stacked.state_dict().items()} for stacked in pair]
+        optimizer = hop.make_optimizer(networks.inference.parameters() + networks.moa.parameters(), 1e-3)
+        given = state.args, state.games.env, networks, optimizer, state.games.replay, None, 0.5, 2
+        losses = hop.train_opponent_models(*given, pretraining)
+        for stacked, old in zip(pair, before, strict=True):
             moved = [(p != old[name]).flatten(1).any(1) for name, p in stacked.state_dict().items()]
             found.append(torch.stack(moved).any(0).tolist())
-        assert losses["moa"].shape == (6,) and losses["moa"].min() > 0
+        assert losses["losses/moa"].shape == (6,) and losses["losses/moa"].min() > 0
         return found
 
     learns = [[True] * 6, [method == "hopplus"] * 6]  # HOP has no q_phi
-    assert changed() == learns
-    experiments.moa_of_player_1(either)
-    state.optimizers["opponents"] = either.make_optimizer(
-        state.networks.inference.parameters() + state.networks.moa.parameters(), 1e-3
-    )
+    assert changed(script) == learns
+    other = patched(script, "moa_of_player_1")
     first = [True, False, False] * 2
-    assert changed() == [first, [a and b for a, b in zip(first, learns[1], strict=True)]]
-    assert changed(pretraining=True) == learns
+    assert changed(other) == [first, [a and b for a, b in zip(first, learns[1], strict=True)]]
+    assert changed(other, pretraining=True) == learns
 
 
-def test_permuted_actions(either):
-    state = make_state(either)
+@EITHER
+def test_permuted_actions(script):
+    state = make_state(script)
     for _ in range(2):
-        transitions = play(either, state)[0]
+        transitions = play(script, state)[0]
     number = [1, 2, 3, 4, 0, 6, 5]  # under which up, down, left, right, stay, hunt stag, hunt hare are learned
     head = {name: p for name, p in state.networks.moa.params.items() if name.startswith("head.4.")}
     assert {tuple(p.shape[:2]) for p in head.values()} == {(6, 7)}
     for p in head.values():
         p.data.normal_(generator=torch.Generator().manual_seed(1))
-
-    def moa_loss():
-        torch.manual_seed(1)
-        return either.opponent_model_losses(state.args, state.env, state.networks, transitions, 0.0)["moa"]
-
-    def predict():
-        steps = either.Transitions(*(x.flatten(1, 2) for x in transitions))
-        views, clock = either.entity_views(state.args, state.env, steps.board, steps.prey_position), steps.time / 6
-        given = state.args, state.env, state.networks, views, clock, steps.history, steps.oracle_id
-        belief = either.infer_opponents(*given)
-        noise = torch.zeros(*belief.params.shape[:2], 5)
-        return either.predict_actions(state.args, state.networks, belief, clock, noise).exp()
-
+    other, both = patched(script, "permuted_actions"), patched(script, "unmasked", "permuted_actions")
+    unmasked = make_state(both)
     with torch.no_grad():
-        loss, predicted = moa_loss(), predict()
-        experiments.permuted_actions(either)
-        assert torch.equal(predict(), predicted), "what is read is as it was"
-        assert not torch.allclose(moa_loss(), loss)
+        loss, predicted = opponent_losses(script, state, transitions)["moa"], predict(script, state, transitions)
+        assert torch.equal(predict(other, state, transitions), predicted), "what is read is as it was"
+        assert not torch.allclose(opponent_losses(other, state, transitions)["moa"], loss)
         for p in head.values():  # a MOA whose outputs stand in the other order has learned the same
             p.data[:, number] = p.data.clone()
-        torch.testing.assert_close(moa_loss(), loss)
-        assert not torch.allclose(predict(), predicted)
-        experiments.unmasked(either)
-        assert (predict() > 0).all() and moa_loss().isfinite().all()
+        torch.testing.assert_close(opponent_losses(other, state, transitions)["moa"], loss)
+        assert not torch.allclose(predict(other, state, transitions), predicted)
+        assert (predict(both, unmasked, transitions) > 0).all()
+        assert opponent_losses(both, unmasked, transitions)["moa"].isfinite().all()
+
+
+@EITHER
+def test_every_patch_fits_the_script(script):
+    for name in experiments.PATCHES:
+        assert patched(script, name).FORMAT == script.FORMAT
+    wrong = {"mine": {"def rollout(": "def roll("}, "again": {"def rollout(": "def roll("}}
+    with pytest.raises(ValueError, match=r"--patched again: hopplus_.* no longer has once:\ndef rollout"):
+        experiments.patched_script(Path(script.__file__).name, wrong)
 
 
 def test_either_script_can_be_patched(monkeypatch):
-    seen = []
-    for name, script in (("hopplus_ppo.py", hopplus_ppo), ("hopplus_mcts.py", hopplus_mcts)):
-        patchable(monkeypatch, script)
-        losses = script.opponent_model_losses
-        monkeypatch.setattr(script, "main", seen.append)
+    seen, given = [], []
+    run = types.SimpleNamespace(main=seen.append)
+
+    def patched_script(script, patches):
+        given.append((script, list(patches)))
+        run.parse_args = SCRIPTS[script].parse_args
+        return run
+
+    monkeypatch.setattr(experiments, "patched_script", patched_script)
+    for name in ("hopplus_ppo.py", "hopplus_mcts.py"):
         words = ["--patched", "moa_of_player_1", "unmasked", "--script", name, "--", "--device", "cpu", "--seed", "7"]
         experiments.main(experiments.parse_args(words))
-        assert (seen[-1].seed, seen[-1].exp_name) == (7, name[:-3]) and script.opponent_model_losses is not losses
+        assert (seen[-1].seed, seen[-1].exp_name) == (7, name[:-3])
+        assert given[-1] == (name, ["moa_of_player_1", "unmasked"])
     with pytest.raises(ValueError, match="--patched nothing: the known ones are one_player"):
         experiments.main(experiments.parse_args(["--patched", "nothing"]))
 
@@ -333,7 +344,6 @@ def test_each_learners_moa_is_in_the_tables(tmp_path, capsys):
         line = {"steps": 100, "charts/episodic_return": 2.0, "moa/nll": 1.1, "moa/ceiling/nll": 0.5, "moa/top1": 0.4}
         line |= {f"charts/episodic_return/player_{i}": 2.0 + i for i in range(4)}
         line |= {f"per_agent/moa_nll/learner_{i}": 0.6 + 0.3 * (i > 0) + 0.01 * seed for i in range(4)}
-        line |= {f"moa/recall/{action}": 0.1 * action for action in range(7)}
         (folder / f"x__{seed}" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (folder / "seconds").touch()
     (folder / "train.log").write_text("on cpu")
@@ -508,7 +518,7 @@ def test_a_run_and_what_follows_it(tmp_path):
     folder = experiments.folder_of(args, run)
     assert (folder / "finished").exists() and len(list(folder.glob("*/cross_play.csv"))) == 1
     lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
-    assert math.isfinite(lines[-1]["losses/value_loss_real"]), "with --log-details"
+    assert math.isfinite(lines[-1]["losses/value_loss_real"])
 
 
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):

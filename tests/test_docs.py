@@ -16,6 +16,7 @@ import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
+from evaluation import adapt, cross_play, evaluate, inspector, partners, runs, subgoals
 from stag_hunt_env import StagHuntConfig, parse
 
 import pytest
@@ -24,22 +25,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
-sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "evaluation"))
 
-import adapt
-import cross_play
 import dashboard
-import evaluate
 import experiments
 import game
-import inspector
-import partners
 import peers
 import ppo_gru
 import scripted
 import search
 import speed
-import subgoals
 
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 TRAINING = {"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts}
@@ -51,7 +45,7 @@ MODULES = {
     "benchmarks/dashboard.py": dashboard,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
     **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru, "benchmarks/peers.py": peers},
-    **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspect.py": inspector},
+    **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspector.py": inspector},
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 SHELL = {"cp", "date", "while", "done", "cat", "grep", "do", "sleep", "echo", "tensorboard", "nvidia-cuda-mps-control"}
@@ -221,7 +215,7 @@ def parse_command(script: str, words: list[str]):
 def test_the_command_is_understood(command, monkeypatch):
     """Also the flags after --, which are another script's"""
     script, *words = command
-    monkeypatch.setattr(evaluate, "load_run", lambda args, words, contract: None)  # there is no run
+    monkeypatch.setattr(runs, "load_run", lambda args, words, needs: None)  # there is no run
     if "--help" in words:
         return
     if "--resume" in words:
@@ -304,7 +298,7 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
     end = words.index("--") if "--" in words else len(words)
     words[end:end] = {
         "evaluation/evaluate.py": "--games 2",
-        "evaluation/inspect.py": "--games 1 --samples 1 --steps-ahead 1",
+        "evaluation/inspector.py": "--games 1 --samples 1 --steps-ahead 1",
         "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 4 --no-references --imagined-games 2 --rounds 1"
         " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
         "evaluation/cross_play.py": "--games 4",

@@ -11,34 +11,44 @@ import itertools
 import math
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
+from evaluation import adapt, cross_play, evaluate, inspector, moa, partners, runs, subgoals
 from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
 
 import numpy as np
 import pytest
 import torch
+from helpers import write_checkpoint
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(game.__file__).resolve().parent / "evaluation"))
-import adapt
-import cross_play
-import evaluate
-import inspector
-import partners
-import subgoals
 
 ROOT = Path(game.__file__).resolve().parent
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
-    **{"config": CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "policy_hidden": 16, "update_epochs": 2},
-    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "subgoal_period": 1},
-    **{"wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
-    **{"imagination_horizon": 4, "trust_exact_match": 0.0, "num_pictures": 0, "log_every": 1, "num_seeds": 2},
+    "config": CONFIG,
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_timesteps": 64,
+    "policy_hidden": 16,
+    "update_epochs": 2,
+    "num_minibatches": 2,
+    "subgoal_hidden": 8,
+    "goal_dim": 5,
+    "subgoal_batch_size": 2,
+    "wm_hidden": 16,
+    "wm_batch_size": 16,
+    "pretraining_updates": 2,
+    "pretraining_games": 4,
+    "replay_rollouts": 2,
+    "imagination_horizon": 4,
+    "trust_exact_match": 0.0,
+    "log_every": 1,
+    "num_seeds": 2,
 }
 FAST = ["--steps", 32, "--every", 8, "--repetitions", 6, "--imagined-games", 4, "--rounds", 1]
 FAST += ["--update-epochs", 1, "--num-minibatches", 1, "--subgoal-updates", 1]
@@ -70,7 +80,7 @@ def no_film(monkeypatch):
 def edited(path, change, name="edited.pt"):
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
-    hopplus_ppo.save_checkpoint(path.parent / name, checkpoint)
+    write_checkpoint(path.parent / name, checkpoint)
     return path.parent / name
 
 
@@ -89,7 +99,7 @@ def untrained(folder, method="ppo", stays=None, seed=1, script=hopplus_ppo, **ch
     content = {"format": script.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
     content["script"] = {"name": Path(script.__file__).name, "sha256": "of another version"}
     folder.mkdir(exist_ok=True)
-    script.save_checkpoint(folder / "checkpoint.pt", content)
+    write_checkpoint(folder / "checkpoint.pt", content)
     return folder / "checkpoint.pt"
 
 
@@ -132,9 +142,11 @@ def equal(a, b):
 SIGNATURES = {  # how evaluation/ calls them
     "make_args": "method device",
     "validate": "args",
-    "load_checkpoint": "path expected",
+    "Games": "args tables device",
+    "make_networks": "args seeds device",
+    "seed_everything": "seeds rank stream",
+    "rollout": "args games networks num_steps infer",
     "make_train_state": "args tables seeds device",
-    "rollout": "args env seats networks rollout_state num_steps",
     "capture": "function env use",
     "imagine": "args env networks start mask horizon",
     "make_ppo_batch": "args samples real",
@@ -142,27 +154,66 @@ SIGNATURES = {  # how evaluation/ calls them
     "ppo_update": "args policy optimizer batch",
     "opponent_model_losses": "args env networks windows eps",
     "train_opponent_models": "args env networks optimizer replay offline eps updates",
-    "measure_horizon": "args config networks transitions",
-    "moa_metrics": "args env seats networks transitions episodes",
-    "train_iteration": "state train_world train_opponents",
+    "measure_horizon": "args networks transitions",
+    "moa_metrics": "args games networks transitions episodes",
+    "train_iteration": "state",
     "make_optimizer": "params learning_rate",
     "history_decay": "args",
     "history_after_game": "args history discount",
+    "learner_mask": "config board",
+    "entity_views": "env board walls num_views",
+    "co_players": "views",
+    "infer_opponents": "args env networks views clock history oracle_id",
+    "predict_actions": "args networks belief clock noise",
+    "evaluate_policy": "args policy views clock last_joint goals",
+    "predict_step": "config world board walls joint seat",
+    "goal_noise": "args shape",
+    "goal_mean": "kind params",
+    "exited": "config board next_board",
 }
+KEYWORDS = {"goal_noise": {"device"}}  # without a default
 
 
 @pytest.mark.parametrize("name", ["hopplus_ppo.py", "hopplus_mcts.py"])
 def test_the_scripts_keep_the_contract(name):
-    script = evaluate.load_script(ROOT / name, {"name": name, "sha256": ""}, evaluate.CONTRACT + evaluate.FOR_ADAPT)
-    others = {"Args", "GROUPS", "TrainState", "Networks", "Transitions", "Replay"}
-    assert set(evaluate.CONTRACT + evaluate.FOR_ADAPT) == set(SIGNATURES) | others
+    tools = (runs, evaluate, inspector, adapt, partners, subgoals)
+    needs = {need for tool in tools for need in tool.NEEDS}
+    script = runs.load_script(ROOT / name, {"name": name, "sha256": ""}, tuple(needs))
+    assert needs == set(SIGNATURES) | {"Args", "GROUPS", "Transitions"}
     for function, expected in SIGNATURES.items():
         found = inspect.signature(getattr(script, function)).parameters.values()
         asked = expected.split()
         assert [p.name for p in found][: len(asked)] == asked, function
-        assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in list(found)[len(asked) :]), function
+        for p in list(found)[len(asked) :]:
+            assert p.default is not p.empty or p.kind is p.VAR_KEYWORD or p.name in KEYWORDS[function], function
     fields = {field.name for field in dataclasses.fields(script.Args)}
-    assert {"compile", "history_reset_prob", "imagination", "share_parameters", *adapt.LEARNING} <= fields
+    assert {"imagination", "share_parameters", *runs.FROZEN, *adapt.LEARNING} <= fields
+
+
+@pytest.mark.parametrize("tool", [runs, evaluate, moa, inspector, adapt, cross_play, partners, subgoals])
+def test_a_tool_names_all_that_it_calls_of_a_script(tool):
+    """And evaluation/ has no circle of imports: evaluate.py imports tools, and no tool imports it"""
+    text = Path(tool.__file__).read_text()
+    called = set(re.findall(r"\bscript\.([A-Za-z]\w*)", text)) - {"__file__", "is_file"}
+    named = set(runs.NEEDS) | set(getattr(tool, "NEEDS", ()))
+    if tool is inspector:
+        named |= set(subgoals.NEEDS)
+    assert called <= named, called - named
+    assert not re.search(r"import (.*, )?evaluate\b|from evaluation\.evaluate\b", text)
+
+
+def test_no_tool_stands_in_the_way_of_the_standard_library():
+    """Whoever runs a script of a folder finds the others of it where Python looks for modules"""
+    names = {path.stem for folder in ("evaluation", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    assert {"inspector", "speed"} <= names and not names & sys.stdlib_module_names
+
+
+def test_without_docstrings(small, tmp_path):
+    """python -OO drops them"""
+    shutil.copy(small, tmp_path)
+    words = [ROOT / "evaluation/evaluate.py", tmp_path / "checkpoint.pt", "--games", "2", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-OO", *map(str, words)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "seat 2 learner" in done.stdout, done.stderr
 
 
 def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
@@ -170,7 +221,9 @@ def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
     first, second, checkpoint = (call(evaluate, path, *words) for path in (*run, run[0] / "checkpoint.pt"))
     assert first == second == checkpoint
     written = {path.name for folder in run for path in folder.glob("evaluation_*")}
-    assert written == {f"evaluation_learner-random-nearest_hare.{kind}" for kind in ("csv", "gif")}
+    assert written == {
+        f"evaluation_learner-random-nearest_hare{end}" for end in (".csv", ".gif", "_moa.csv", "_moa.png")
+    }
     assert not list(run[1].glob("evaluation_*")), "beside the checkpoint"
 
 
@@ -179,9 +232,9 @@ def test_learners_are_loaded_one_by_one(tmp_path):
     path = untrained(tmp_path, "hopplus")
     run = read(evaluate, path).run
     index = [5, 0, 3]
-    state = evaluate.make_state(run, [["learner"] * 3], [7], index)
-    for name, network in state.networks._asdict().items():
-        saved = run.checkpoint["states"][0]["networks"][name]
+    state = runs.seat_learners(run, [["learner"] * 3], 7, index)
+    for name, network in state.networks.present().items():
+        saved = run.networks[name]
         assert equal(network.state_dict(), {key: p[index] for key, p in saved.items()}), name
     first = run.checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"]
     assert all((first[a] != first[b]).any() for a, b in itertools.combinations(range(6), 2))
@@ -189,26 +242,28 @@ def test_learners_are_loaded_one_by_one(tmp_path):
 
 def test_the_learner_that_sat_there(tmp_path):
     saved = {"seats": "random,learner,learner", "share_parameters": False, "config": {"num_players": 3}}
-    number = {(seed, seat): evaluate.learner_index({"args": saved}, seed, seat) for seed in (0, 1) for seat in (1, 2)}
+    number = {(seed, seat): runs.learner_index({"args": saved}, seed, seat) for seed in (0, 1) for seat in (1, 2)}
     assert number == {(0, 1): 0, (0, 2): 1, (1, 1): 2, (1, 2): 3}
     with pytest.raises(game.UserError, match=r"--seats: seat 0 was not a learner .* random,learner,learner"):
-        evaluate.learner_index({"args": saved}, 0, 0)
-    assert evaluate.learner_index({"args": {**saved, "share_parameters": True}}, 1, 0) == 1
+        runs.learner_index({"args": saved}, 0, 0)
+    assert runs.learner_index({"args": {**saved, "share_parameters": True}}, 1, 0) == 1
 
 
 def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     text = (ROOT / "hopplus_ppo.py").read_text()
     copy = tmp_path / "my_copy.py"
-    copy.write_text(text.replace("self.actor(features).float()", "100 * self.actor(features).float()"))
+    copy.write_text(text.replace("self.actor(x).float()", "100 * self.actor(x).float()"))
     assert copy.read_text() != text
     here, there = (read(evaluate, folder, "--games", 8, *more) for more in ([], ["--script", copy]))
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
     assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
     assert evaluate.main(here) != evaluate.main(there), "more decided"
-    (tmp_path / "lacks.py").write_text(text.replace("def capture(", "def catch("))
-    with pytest.raises(game.UserError, match=r"--script .*lacks\.py has no capture$"):
-        read(evaluate, folder, "--script", tmp_path / "lacks.py")
+    lacks = text.replace("def capture(", "def catch(").replace("def rollout(", "def roll_out(")
+    (tmp_path / "lacks.py").write_text(lacks)
+    for tool, names in ((evaluate, "rollout"), (adapt, "rollout, capture")):
+        with pytest.raises(game.UserError, match=rf"--script .*lacks\.py has no {names}$"):
+            read(tool, folder, "--script", tmp_path / "lacks.py")
 
 
 def test_flags_missing_unknown_and_after_the_dashes(folder, capsys):
@@ -368,7 +423,7 @@ def refusal(function, *given):
 
 
 def load(path):
-    return evaluate.load_run(evaluate.Args(path=str(path), device="cpu"), [], [])
+    return runs.load_run(evaluate.Args(path=str(path), device="cpu"), [])
 
 
 def evaluate_path(path):
@@ -387,10 +442,10 @@ def test_an_edited_checkpoint_is_named(name, small, tmp_path, monkeypatch):
     content = {key: whole[key] for key in ("format", "args", "script")}
     content["states"] = [{"networks": whole["states"][0]["networks"]}]
     change(content)
-    hopplus_ppo.save_checkpoint(tmp_path / "edited.pt", content)
-    load_script = evaluate.load_script
+    write_checkpoint(tmp_path / "edited.pt", content)
+    load_script = runs.load_script
     monkeypatch.setattr(
-        evaluate, "load_script", lambda path, *rest: hopplus_ppo if path.exists() else load_script(path, *rest)
+        runs, "load_script", lambda path, *rest: hopplus_ppo if path.exists() else load_script(path, *rest)
     )
     text = refusal(evaluate_path, tmp_path / "edited.pt")
     assert re.search(sentence, text) and ("edited.pt" in text or name == "another's"), text
@@ -452,7 +507,7 @@ def test_what_cannot_be_written_is_said_before_a_game_is_played(module, folder, 
     def play(*_):
         raise AssertionError("a game is played")
 
-    monkeypatch.setattr(game.StagHuntEnv, "step", play)
+    monkeypatch.setattr(game.StagHuntEnv, "advance", play)
     name, words = TOOLS[module]
     args, before = read(module, folder, *words), sorted(folder.iterdir())
     with pytest.raises(AssertionError, match="a game is played"):
@@ -478,7 +533,7 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
     first = seen[0][1][0]
     next_games = first.history[:, 1:][first.time[:, 1:] == 0]  # what they begin with
     assert len(next_games) > 100 and next_games.flatten(1).any(1).all() == ("mixed" not in seats)
-    episodes = [episodes for (_, env, *_), (_, _, episodes) in seen if env.num_envs == 300]
+    episodes = [episodes for (_, games, *_), (_, _, episodes) in seen if games.env.num_envs == 300]
     done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "return", "prey"))
     assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
     rows = table_of(tmp_path / f"evaluation_{seats.replace(',', '-')}.csv")
@@ -552,9 +607,9 @@ def test_the_gif_shows_who_does_what(tmp_path, monkeypatch):
 
 
 def test_the_interval():
-    mean, half = evaluate.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    mean, half = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3 and half == pytest.approx(2.77645 * math.sqrt(2.5 / 5), rel=1e-5)
-    assert evaluate.interval([4.0])[0] == 4 and math.isnan(evaluate.interval([4.0])[1])
+    assert runs.interval([4.0])[0] == 4 and math.isnan(runs.interval([4.0])[1])
 
 
 @pytest.mark.parametrize(("method", "words", "name"), [
@@ -655,10 +710,9 @@ def adaptation(path, mode="learning", repetitions=2, **flags):
         adapt, *words, *(str(word) for pair in flags.items() for word in (f"--{pair[0].replace('_', '-')}", pair[1]))
     )
     tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
-    imagination = mode != "frozen" and "world" in args.run.checkpoint["states"][0]["networks"]
-    changes = {"num_envs": 2, "num_steps": args.every, "offline_ratio": 0.0, "imagination": imagination}
-    changes |= {"imagination_horizon": 6, "critic_data": "mixed", "replay_rollouts": 4}
-    state = evaluate.make_state(args.run, tables, [1], index, **changes)
+    args.games_at_once = 2
+    imagination = mode != "frozen" and "world" in args.run.networks
+    state = adapt.make_state(args, args.run, tables, index, mode, imagination)
     boards = adapt.first_boards(args.run, index) if imagination else None
     return args, state, lambda: adapt.adaptation_loop(args, args.run, state, tables, boards, mode)
 
@@ -797,26 +851,26 @@ def test_a_learner_that_was_alone_sits_in_all_seats(tmp_path):
 def test_without_a_world_model_real_games_decide(small, monkeypatch):
     better = [False, True]
     args, state, loop = adaptation(small)
-    policy, judged, played, learned = state.networks.policy, [], [], []
+    env, policy, judged, played, learned = state.games.env, state.networks.policy, [], [], []
     before, rollout, update = weights(policy), args.run.script.rollout, args.run.script.ppo_update
 
-    deals = [state.env.state.prey_position.clone()]  # of all three kinds of games: played, practised, held out
+    deals = [env.state.prey_position.clone()]  # of all three kinds of games: played, practised, held out
 
     def play_games(run, other, each, skip):
-        assert other.networks is state.networks and other.env is not state.env
-        deals.append(other.env.state.prey_position.clone())
-        assert (other.env.num_envs, each, skip) == (2 * 4, 1, 1)
+        assert other.networks is state.networks and other.games.env is not env
+        deals.append(other.games.env.state.prey_position.clone())
+        assert (other.games.env.num_envs, each, skip) == (2 * 4, 1, 1)
         judged.append(weights(policy))
         pay = torch.tensor([3.0 if b and len(judged) % 2 else 1.0 for b in better])
         returns = torch.full((2, 4, 3), 9.0)
         returns[0, :, 0], returns[1, :, 1] = pay[0], pay[1] + torch.tensor([0.1, -0.1, 0.1, -0.1])  # seats 0 and 1
         return {"return": returns.double().numpy()}
 
-    def played_out(flags, env, *given):
-        if env is not state.env:
-            deals.append(env.state.prey_position.clone())
-        found = rollout(flags, env, *given)
-        played.append((env is state.env, weights(policy), found[0].joint[..., 0]))
+    def played_out(flags, games, *given, **more):
+        if games is not state.games:
+            deals.append(games.env.state.prey_position.clone())
+        found = rollout(flags, games, *given, **more)
+        played.append((games is state.games, weights(policy), found[0].joint[..., 0]))
         return found
 
     def updated(flags, given, optimizer, batch):
@@ -868,7 +922,7 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
 
     def watched(run, other, each, skip):
         rollouts, rollout = [], run.script.rollout
-        begun = other.rollout_state["history"].clone()
+        begun = other.games.history.clone()
         watch(args, "rollout", rollouts)
         found = play_games(run, other, each, skip)
         run.script.rollout = rollout
@@ -884,7 +938,7 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         mean = sum(float(returns[t, 4 * m + e, m]) for e, t in enumerate(second)) / 4
         assert float(metrics["held-out return before"][m]) == pytest.approx(mean), "the second game of each place"
     assert all(outputs["log_probs"].isfinite().all() for _, outputs, _ in results)
-    now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
+    now, before = state.games.history[:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     decay = hopplus_ppo.history_decay(state.args)
     kept = decay * (before + now)
     if method == "hop":  # its belief across games: how often each prey was taken
@@ -930,7 +984,7 @@ def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
     list(loop())
     first = [transitions.joint[:, :, :1] for _, (transitions, *_) in played]  # of the two games at once
     assert all(torch.equal(given[3]["action"], x[:, :, 0, 0]) for (given, _), x in zip(seen, first, strict=True))
-    assert torch.equal(state.replay.data.joint, torch.stack(first)), "and so does MOA"
+    assert torch.equal(state.games.replay.data.joint, torch.stack(first)), "and so does MOA"
     assert not any(torch.equal(p, before[name]) for name, p in state.networks.policy.state_dict().items())
     assert len(seen) == 4 and all((given[3]["real"] == 1).all() and given[3]["real"].shape[1] == 8 for given, _ in seen)
 
@@ -1016,13 +1070,12 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     (flags, _, _, start, mask, horizon), _ = starts[0]
     assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
     decay = hopplus_ppo.history_decay(flags)
-    now, before = state.rollout_state["history"][:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
+    now, before = state.games.history[:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
     assert decay > 0 and now.any() and before.any()
-    kept = hopplus_ppo.Replay(flags.replay_rollouts, torch.device("cpu"))
-    kept.load_state_dict(args.run.checkpoint["states"][0]["replay"])
+    kept = args.run.checkpoint["states"][0]["games"]["replay"]["data"]
     for m in range(6):
-        own = kept.data.board[:, m][kept.data.time[:, m] == 0]
+        own = kept["board"][:, m][kept["time"][:, m] == 0]
         for board in start.board[m]:
             assert any(torch.equal(board, other) for other in own), "of the learner's own replay"
 
@@ -1030,22 +1083,23 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
 def test_the_horizon_is_measured_on_all_games_together(run):
     args, state, _ = adaptation(run[0], repetitions=6)
     for _ in range(200):  # until a game ends on the way, not only for a learner that has left
-        transitions, _, _ = evaluate.play(args.run, state, 8)
+        transitions, _, _ = runs.play(args.run, state, 8)
         transitions = hopplus_ppo.Transitions(*(x[:, :, :1] for x in transitions))
-        on_board = transitions.board[:, :6, 0, 0].flatten(2).any(2)
+        on_board = transitions.board[:, :6, 0, 0] < 12
         over = torch.cat([torch.zeros(6, 1, dtype=torch.bool), transitions.done[:, :5, 0]], 1)
         steps = (on_board & (over.cumsum(1) == 0)).int().cumprod(1).sum(1)
         if 2 <= steps.min() < 6 and (on_board.int().cumprod(1).sum(1) > steps).any():
             break
-    predict, config = functools.partial(state.networks.world, method="predict"), state.env.config
+    predict, config = functools.partial(state.networks.world, method="predict"), state.args.config
     payoffs = list(config.payoffs())
     right, seen, lengths = [0] * 6, [0] * 6, [0] * 6
     for m in range(6):
         board, good = transitions.board[:, 0], True
         for k in range(6):
-            if not transitions.board[m, k, 0, 0].any():
+            if transitions.board[m, k, 0, 0] == 12:
                 break
-            board, reward = predict(board, transitions.joint[:, k], transitions.seat[:, k])
+            walls, joint, seat = (x[:, k] for x in (transitions.walls, transitions.joint, transitions.seat))
+            board, reward = predict(board, walls, joint, seat)
             nearest = [
                 min(payoffs, key=lambda p, x=float(x): abs(p - x)) for x in (reward[m, 0], transitions.reward[m, k, 0])
             ]
@@ -1114,13 +1168,13 @@ def test_the_row_is_who_plays_and_the_column_is_among_whom(tmp_path):
 @pytest.mark.parametrize("share", [False, True])
 def test_everybody_keeps_its_seat_among_others(share, tmp_path):
     path = untrained(tmp_path, share_parameters=share, stays=[False, True] if share else [False] * 3 + [True] * 3)
-    args, states = read(cross_play, path, "--games", 600), []
-    watch(args, "make_train_state", states)
+    args, made = read(cross_play, path, "--games", 600), []
+    watch(args, "make_networks", made)
     cross_play.main(args)
     seeds = [0] * 9 + [0, 1, 1, 1, 0, 1, 1, 1, 0] + [1, 0, 0, 0, 1, 0, 0, 0, 1] + [1] * 9
     index = seeds if share else [3 * seed + k % 3 for k, seed in enumerate(seeds)]
-    saved = args.run.checkpoint["states"][0]["networks"]["policy"]
-    assert equal(states[0][1].networks.policy.state_dict(), {name: p[index] for name, p in saved.items()})
+    saved = args.run.networks["policy"]
+    assert equal(made[0][1].policy.state_dict(), {name: p[index] for name, p in saved.items()})
     matrix, _ = matrix_of(tmp_path)
     expected = [alone_among_stayers(seat) for seat in range(3)]
     error = math.hypot(*(error for _, error in expected)) / 3 * math.sqrt(4000 / 200)
@@ -1131,7 +1185,7 @@ def test_everybody_keeps_its_seat_among_others(share, tmp_path):
 def test_the_interval_off_the_diagonal():
     own, partner = np.array([0.3, 1.0, 2.2, -0.4]), np.array([0.5, 0.1, -0.2, 0.9])
     mean, half = cross_play.off_diagonal(own[:, None] + partner)  # each seed's effect is its own and that on others
-    assert (mean, half) == pytest.approx(evaluate.interval(own + partner))
+    assert (mean, half) == pytest.approx(runs.interval(own + partner))
     mean, half = cross_play.off_diagonal(np.array([[9.0, 1.0], [2.0, 9.0]]))
     assert mean == 1.5 and math.isnan(half)
 
@@ -1146,24 +1200,21 @@ def test_the_probe_of_subgoals(run, tmp_path):
         assert least <= (probe(goals[1::2]) == taken[1::2]).float().mean() <= most
 
     args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
-    state = evaluate.make_state(args.run, [["learner"] * 3], [1], [0, 1, 2], num_envs=8, imagination=False)
-    state.env.reset(5)
-    kept, play = [], evaluate.play
+    state = runs.seat_learners(args.run, [["learner"] * 3], 1, [0, 1, 2], num_envs=8, imagination=False)
+    state.games.env.reset(5)
+    kept, play = [], runs.play
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
         goals, found, clock, place = subgoals.collect(args.run, state)
     transitions, outputs, _ = kept[0]
+    exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
     expected = []
     for m, t, e, k in itertools.product(*(range(size) for size in (*transitions.done.shape, 2))):
         begin = next((u + 1 for u in range(t - 1, -1, -1) if transitions.done[m, u, e]), None)
         end = next((u for u in range(t, transitions.done.shape[1]) if transitions.done[m, u, e]), None)
-        if begin is None or end is None or not transitions.board[m, t, e, k + 1].any():
+        if begin is None or end is None or transitions.board[m, t, e, k + 1] == 12:
             continue
-        caught = [
-            int(transitions.joint[m, u, e, k + 1]) - 4
-            for u in range(begin, end + 1)
-            if transitions.exited[m, u, e, k + 1]
-        ]
+        caught = [int(transitions.joint[m, u, e, k + 1]) - 4 for u in range(begin, end + 1) if exited[m, u, e, k + 1]]
         expected.append((sum(caught), int(transitions.time[m, t, e]), e))
     assert sorted(expected) == sorted(zip(found.tolist(), clock.tolist(), place.tolist(), strict=True)) and expected
     assert goals.shape == (len(expected), outputs["goals"].shape[3] // 2)
@@ -1186,31 +1237,32 @@ def test_what_follows_and_what_could_be_known(run, monkeypatch):
         [str(run[0]), "--games", "16", "--seats", "learner,mixed,nearest_hare", "--device", "cpu"]
     )
     table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": args.seats}
-    state, many = (evaluate.make_state(args.run, [table], [1], [0], num_envs=n, **changes) for n in (16, 16 * 500))
-    evaluate.play(args.run, state, 9)
+    state, many = (runs.seat_learners(args.run, [table], 1, [0], num_envs=n, **changes) for n in (16, 16 * 500))
+    runs.play(args.run, state, 9)
     wanted = torch.tensor([0.7, 0.25, 0.05])
-    state.seats.log_posterior.copy_(wanted.log().expand_as(state.seats.log_posterior))
+    seats = state.games.seats
+    seats.log_posterior.copy_(wanted.log().expand_as(seats.log_posterior))
     subgoals.with_drawn_players(state, many, table, 500)
-    assert torch.equal(many.env.state.position, state.env.state.position.repeat_interleave(500, 0))
-    assert torch.equal(many.rollout_state["history"], state.rollout_state["history"].repeat_interleave(500, 1))
-    assert torch.equal(many.seats.kinds[:, ::2], state.seats.kinds[:1, ::2].expand(8000, 2))
-    shares = F.one_hot(many.seats.kinds[:, 1], 3).float().mean(0)
+    assert torch.equal(many.games.env.state.position, state.games.env.state.position.repeat_interleave(500, 0))
+    assert torch.equal(many.games.history, state.games.history.repeat_interleave(500, 1))
+    assert torch.equal(many.games.seats.kinds[:, ::2], seats.kinds[:1, ::2].expand(8000, 2))
+    shares = F.one_hot(many.games.seats.kinds[:, 1], 3).float().mean(0)
     torch.testing.assert_close(shares, wanted, atol=0.02, rtol=0)
 
-    kept, play = [], evaluate.play
+    kept, play = [], runs.play
     monkeypatch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
     present, goals, taken, later = subgoals.rest_of_game(args.run, state)
     transitions, outputs, _ = kept[0]
     assert torch.equal(goals.flatten(2), outputs["goals"][:, 0])
+    exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
+    cells = F.one_hot(transitions.board[..., 1:3].long(), 13)[..., :12]
     for e, k in itertools.product(range(16), range(2)):
         end = next(u for u in range(transitions.done.shape[1]) if transitions.done[0, u, e])
-        boards = transitions.board[0, : end + 1, e, k + 1].flatten(1)
+        boards = cells[0, : end + 1, e, k]
         assert present[0, e, k] == boards[0].any() and torch.equal(
             later[0, e, k], boards[1:].amax(0) > 0 if end else boards[0] > 1
         )
-        caught = [
-            int(transitions.joint[0, u, e, k + 1]) - 4 for u in range(end + 1) if transitions.exited[0, u, e, k + 1]
-        ]
+        caught = [int(transitions.joint[0, u, e, k + 1]) - 4 for u in range(end + 1) if exited[0, u, e, k + 1]]
         assert int(taken[0, e, k]) == sum(caught)
 
 
@@ -1218,7 +1270,7 @@ def test_ceilings_name_what_comes_most_often_in_games_with_drawn_players(run, mo
     """Two places, three copies each, one of two co-players gone; the prey and the cell are those of most copies."""
     args = subgoals.parse_args([str(run[0]), "--games", "2", "--copies", "3", "--device", "cpu"])
     table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": "learner,mixed,nearest_hare"}
-    made = {n: evaluate.make_state(args.run, [table], [1], [0], num_envs=n, **changes) for n in (2, 6)}
+    made = {n: runs.seat_learners(args.run, [table], 1, [0], num_envs=n, **changes) for n in (2, 6)}
     present = torch.tensor([[[True, True], [True, False]]])  # [M, E, K]
     taken = torch.tensor([[[1, 2], [0, 2]]])
     drawn = torch.tensor([[[1, 1], [2, 2], [1, 1], [2, 0], [0, 0], [0, 0]]])  # most often: (1, 1), (0, 0)

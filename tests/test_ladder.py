@@ -14,6 +14,7 @@ from evaluation import partners
 import numpy as np
 import pytest
 import torch
+from helpers import write_checkpoint
 
 SMALL = game.StagHuntConfig(num_stags=2, final_time=5)
 
@@ -126,14 +127,14 @@ def untrained(folder, script=hop, method="ppo-omg", **changes):
     state = script.make_train_state(args, [table] * args.num_seeds, [1, 2], torch.device("cpu"))
     content = {"format": script.FORMAT, "args": dataclasses.asdict(args), "states": [state.state_dict()]}
     content["script"] = {"name": Path(script.__file__).name, "sha256": "of another version"}
-    script.save_checkpoint(folder / "checkpoint.pt", content)
+    write_checkpoint(folder / "checkpoint.pt", content)
     return (str(folder / "checkpoint.pt"),)
 
 
 def play_partners(monkeypatch, paths, watched, **flags):
     """Runs partners.py and records the calls of these functions of the script. -> what it returns, the calls as (name,
     what was given, what came back)"""
-    calls, load_run = [], partners.evaluate.load_run
+    calls, load_run = [], partners.runs.load_run
 
     def record(module, name):
         own = getattr(module, name)
@@ -152,7 +153,7 @@ def play_partners(monkeypatch, paths, watched, **flags):
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(partners.evaluate, "load_run", load)
+        patch.setattr(partners.runs, "load_run", load)
         for name in watched:
             if hasattr(ppo_gru, name):
                 record(ppo_gru, name)
@@ -169,11 +170,11 @@ def test_what_is_earned_in_each_game_together(tmp_path, monkeypatch):
     assert np.mean([float(row["return"]) for row in rows]) == pytest.approx(found["return"])
     assert found.keys() == {"return", "shuffled"}
     found, calls = play_partners(
-        monkeypatch, untrained(tmp_path / "none", method="ppo"), ["make_train_state"], population="nearest_stag"
+        monkeypatch, untrained(tmp_path / "none", method="ppo"), ["Games"], population="nearest_stag"
     )
     assert found.keys() == {"return"} and (tmp_path / "none/partners_nearest_stag.csv").exists()
-    ((_, _, state),) = calls
-    assert {state.seats.names[kind] for kind in state.seats.kinds[:, 1]} == {"nearest_stag"}
+    ((_, _, games),) = calls
+    assert {games.seats.names[kind] for kind in games.seats.kinds[:, 1]} == {"nearest_stag"}
     gru = untrained(tmp_path / "gru", ppo_gru, state_reset_prob=1.0)
     found, calls = play_partners(monkeypatch, gru, ["make_training", "rollout"], population="nearest_stag,nearest_hare")
     assert found.keys() == {"return"} and (tmp_path / "gru/partners_nearest_stag_nearest_hare.csv").exists()
@@ -216,6 +217,7 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, monke
 
 @pytest.mark.parametrize(("script", "changes"), [
     (hop, {"subgoals": "oracle"}),
+    (hop, {"subgoals": "posterior", "method": "ppo", "memory_discount": 0.9}),
     (hop, {"subgoals": "inferred"}),
     (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "inferred"}),
     (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "posterior", "infer_in_tree": True}),
@@ -223,20 +225,20 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, monke
 ])  # fmt: skip
 def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path, monkeypatch):
     """Of policy, search and, in the tree, of MOA; not of a sibling's tree, and what is remembered stays one's own"""
-    make_state, play = partners.evaluate.make_state, partners.evaluate.play
+    seat_learners, play = partners.runs.seat_learners, partners.runs.play
 
     def with_memories(*given, **changes):  # other ones in each place
-        state, generator = make_state(*given, **changes), torch.Generator().manual_seed(3)
-        history, posterior = state.rollout_state["history"], state.seats.log_posterior
+        state, generator = seat_learners(*given, **changes), torch.Generator().manual_seed(3)
+        history, posterior = state.games.history, state.games.seats.log_posterior
         history.copy_(torch.rand(history.shape, generator=generator))
         posterior.copy_(torch.rand(posterior.shape, generator=generator).log_softmax(2))
         return state
 
-    monkeypatch.setattr(partners.evaluate, "make_state", with_memories)
-    monkeypatch.setattr(partners.evaluate, "play", lambda run, state, _: play(run, state, 2))
-    names = ["make_train_state", "evaluate_policy", *(["plan_actions"] if script is mcts else [])]
+    monkeypatch.setattr(partners.runs, "seat_learners", with_memories)
+    monkeypatch.setattr(partners.runs, "play", lambda run, state, _, infer: play(run, state, 2, infer))
+    names = ["Games", "evaluate_policy", *(["plan_actions"] if script is mcts else [])]
     _, calls = play_partners(monkeypatch, untrained(tmp_path / "run", script, **changes), names, num_games=1)
-    _, second = (k for k, (name, _, _) in enumerate(calls) if name == "make_train_state")
+    _, second = (k for k, (name, _, _) in enumerate(calls) if name == "Games")
     arms = calls[:second], calls[second:]
 
     def of_next_place(x):  # [M, 7 places and what each has, ...]
@@ -255,7 +257,7 @@ def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path,
             assert torch.equal(of_next_place(true_id), shuffled_id)
         else:
             assert torch.equal(of_next_place(true.params), shuffled.params)
-        assert torch.equal(true.entities, shuffled.entities)
+        assert torch.equal(true.board, shuffled.board)
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), [

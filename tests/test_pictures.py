@@ -1,6 +1,6 @@
 """What the pictures show: who hunts, who is who, what is likely."""
 
-from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, render_planes, render_rgb, render_table
+from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, render_planes, render_rgb
 
 import numpy as np
 import pytest
@@ -72,12 +72,3 @@ def test_what_is_only_likely_has_its_number():
     other[0, 1, 2] = 0.25
     assert cells_that_differ(config, both, render_planes(config, other))[0] == {6}, "the number can be read"
     assert np.array_equal(both, render_planes(config, planes, nearly))
-
-
-def test_table():
-    shares = np.array([[0.9, 0.1], [0.25, 0.75]])
-    picture = render_table(shares, ("one", "two"))
-    assert picture.dtype == np.uint8 and picture.shape == (240, 240, 3)
-    corner = picture[[85, 85, 165, 165], [85, 165, 85, 165], 0].astype(int)  # of each cell: darker is more
-    assert (np.argsort(-corner) == np.argsort(shares.flatten())).all()
-    assert not np.array_equal(picture, render_table(shares, ("one", "six")))

@@ -363,11 +363,15 @@ def make_run_folders(args: Args) -> list[Path]:
     stamp = int(time.time())
     while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
         stamp += 1
-    seeds, name = range(args.seed, args.seed + args.num_seeds), f"{args.exp_name}__{args.config.setting}"
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    name = f"{args.exp_name}__{args.config.setting}"
     folders = [Path(args.run_dir) / f"{name}__{seed}__{stamp}" for seed in seeds]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    except OSError as error:
+        raise game.UserError(f"could not write to {error.filename}: {error.strerror}") from error
     return folders
 
 
