@@ -1574,13 +1574,6 @@ class Games:
             "history": self.history,
         }
 
-    def load_state_dict(self, saved: dict) -> None:
-        self.env.load_state_dict(saved["env"])
-        self.seats.load_state_dict(saved["seats"])
-        self.replay.load_state_dict(saved["replay"])
-        self.last_joint.copy_(saved["last_joint"])
-        self.history.copy_(saved["history"])
-
 
 class Transitions(NamedTuple):
     """T steps of M learners, each field [M, T, E, ...]; this is what the replay keeps"""
@@ -2473,6 +2466,19 @@ def capture(function, env: StagHuntEnv, use: bool):
     return replay
 
 
+def capture_graphs(state: "TrainState", stages: dict) -> dict:
+    """The same stages as CUDA graphs: warms up, puts everything back, captures"""
+    before = copy.deepcopy(state.state_dict())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for function in stages.values():
+            function()
+    torch.cuda.synchronize()
+    state.load_state_dict(before)
+    state.metrics.read()
+    env = state.games.env
+    return {name: capture(function, env, True) for name, function in stages.items()}
+
+
 class Timer:
     """Seconds of each stage. On a GPU the times are events, which a CUDA graph records at each
     replay."""
@@ -2557,19 +2563,17 @@ class TrainState:
     horizon: torch.Tensor  # int64 [M] how many steps may be imagined
     metrics: MetricSums
 
-    def tensors(self) -> dict:
+    def state_dict(self) -> dict:
+        """The run's own tensors, and copies of what its generators hold"""
         optimizers = self.optimizers.items()
-        return {
+        saved = {
             "networks": {name: x.state_dict() for name, x in self.networks.present().items()},
             "optimizers": {name: dict(enumerate(x.state.values())) for name, x in optimizers},
+            "games": self.games.state_dict(),
             "eps": self.eps,
             "horizon": self.horizon,
+            "cpu_random": torch.get_rng_state(),
         }
-
-    def state_dict(self) -> dict:
-        saved = self.tensors()
-        saved["games"] = self.games.state_dict()
-        saved["cpu_random"] = torch.get_rng_state()
         if self.watched is not None:
             saved["watched"] = self.watched.state_dict()
         if self.eps.is_cuda:
@@ -2577,11 +2581,18 @@ class TrainState:
         return saved
 
     def load_state_dict(self, saved: dict) -> None:
-        """Everything in place, before a CUDA graph looks for it there"""
-        game.copy_nested_(self.tensors(), saved)
-        self.games.load_state_dict(saved["games"])
+        """Everything in place, before a CUDA graph looks for it there. A replay may be empty, here
+        or there."""
+        kept = self.state_dict()
+        replays = {"games": self.games.replay}
         if self.watched is not None:
-            self.watched.load_state_dict(saved["watched"])
+            replays["watched"] = self.watched.replay
+        for name in replays:
+            del kept[name]["replay"]
+        game.copy_nested_(kept, saved)
+        for name, replay in replays.items():
+            replay.load_state_dict(saved[name].get("replay", {}))
+        self.games.env.generator.set_state(saved["games"]["env"]["generator"])
         torch.set_rng_state(saved["cpu_random"])
         if self.eps.is_cuda:
             torch.cuda.set_rng_state(saved["cuda_random"], self.eps.device)
@@ -2853,26 +2864,6 @@ def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> 
     say(f"on fresh rule-based games: {', '.join(texts)}")
 
 
-def capture_iterations(state: TrainState):
-    """-> train_iteration and watch_rule_based of this state; on a GPU as CUDA graphs"""
-    args = state.args
-    env = state.games.env
-    functions = [functools.partial(train_iteration, state)]
-    if state.watched is not None:
-        functions.append(functools.partial(watch_rule_based, state))
-    fuse(args.compile)
-    if env.device.type == "cuda" and args.cudagraphs:  # warm up, put everything back, capture
-        before = copy.deepcopy(state.state_dict())
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for function in functions:
-                function()
-        torch.cuda.synchronize()
-        state.load_state_dict(before)
-        state.metrics.read()
-    functions = [capture(function, env, args.cudagraphs) for function in functions]
-    return functions if len(functions) == 2 else (*functions, lambda: None)
-
-
 def save_run(run: game.Run | None, args: Args, state, iteration: int, seconds: float, problem=""):
     """A checkpoint of all ranks; `problem`: one that is only kept to be looked at"""
     on_host = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict())
@@ -2945,7 +2936,12 @@ def main(args: Args) -> dict[str, float]:
             held.callback(run.close)
         if checkpoint is None:
             prepare(args, state, seeds, rank, say)
-        run_iteration, watch = capture_iterations(state)
+        stages = {"train": functools.partial(train_iteration, state)}
+        if state.watched is not None:
+            stages["watch"] = functools.partial(watch_rule_based, state)
+        fuse(rank_args.compile)
+        if device.type == "cuda" and args.cudagraphs:
+            stages = capture_graphs(state, stages)
         ready = time.time() - started
         if run is not None:
             say(f"ready after {ready:.1f} s; run folder {run.folders[0]}")
@@ -2968,9 +2964,9 @@ def main(args: Args) -> dict[str, float]:
             learning_rate = args.learning_rate * (1 - decay)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
             state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
-            if iteration % args.replay_rollouts == 0:
-                watch()
-            samples = run_iteration()
+            if "watch" in stages and iteration % args.replay_rollouts == 0:
+                stages["watch"]()
+            samples = stages["train"]()
             iteration += 1
             asked = any(gather_ranks(bool(stop)))
             last = asked or iteration == num_iterations

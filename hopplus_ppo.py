@@ -1838,6 +1838,19 @@ def capture(function, env: StagHuntEnv, use: bool):
     return replay
 
 
+def capture_graphs(state: "TrainState", stages: dict) -> dict:
+    """The same stages as CUDA graphs: warms up, puts everything back, captures"""
+    before = copy.deepcopy(state.state_dict())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for function in stages.values():
+            function()
+    torch.cuda.synchronize()
+    state.load_state_dict(before)
+    state.metrics.read()
+    env = state.games.env
+    return {name: capture(function, env, True) for name, function in stages.items()}
+
+
 class Timer:
     """Seconds of each stage. On a GPU the times are events, which a CUDA graph records at each
     replay."""
@@ -2217,26 +2230,6 @@ def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> 
     say(f"on fresh rule-based games: {', '.join(texts)}")
 
 
-def capture_iterations(state: TrainState):
-    """-> train_iteration and watch_rule_based of this state; on a GPU as CUDA graphs"""
-    args = state.args
-    env = state.games.env
-    functions = [functools.partial(train_iteration, state)]
-    if state.watched is not None:
-        functions.append(functools.partial(watch_rule_based, state))
-    fuse(args.compile)
-    if env.device.type == "cuda" and args.cudagraphs:  # warm up, put everything back, capture
-        before = copy.deepcopy(state.state_dict())
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for function in functions:
-                function()
-        torch.cuda.synchronize()
-        state.load_state_dict(before)
-        state.metrics.read()
-    functions = [capture(function, env, args.cudagraphs) for function in functions]
-    return functions if len(functions) == 2 else (*functions, lambda: None)
-
-
 def save_run(run: game.Run | None, args: Args, state, iteration: int, seconds: float, problem=""):
     """A checkpoint of all ranks; `problem`: one that is only kept to be looked at"""
     on_host = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state.state_dict())
@@ -2309,7 +2302,12 @@ def main(args: Args) -> dict[str, float]:
             held.callback(run.close)
         if checkpoint is None:
             prepare(args, state, seeds, rank, say)
-        run_iteration, watch = capture_iterations(state)
+        stages = {"train": functools.partial(train_iteration, state)}
+        if state.watched is not None:
+            stages["watch"] = functools.partial(watch_rule_based, state)
+        fuse(rank_args.compile)
+        if device.type == "cuda" and args.cudagraphs:
+            stages = capture_graphs(state, stages)
         ready = time.time() - started
         if run is not None:
             say(f"ready after {ready:.1f} s; run folder {run.folders[0]}")
@@ -2332,9 +2330,9 @@ def main(args: Args) -> dict[str, float]:
             learning_rate = args.learning_rate * (1 - decay)
             state.optimizers["policy"].param_groups[0]["lr"].fill_(learning_rate)
             state.eps.fill_(args.hindsight_eps * max(0.0, 1 - 2 * iteration / num_iterations))
-            if iteration % args.replay_rollouts == 0:
-                watch()
-            samples = run_iteration()
+            if "watch" in stages and iteration % args.replay_rollouts == 0:
+                stages["watch"]()
+            samples = stages["train"]()
             iteration += 1
             asked = any(gather_ranks(bool(stop)))
             last = asked or iteration == num_iterations
