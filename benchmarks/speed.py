@@ -10,6 +10,7 @@ Writes `docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
 
 import csv
 import dataclasses
+import functools
 import importlib
 import math
 import statistics
@@ -100,17 +101,23 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     tables = [seats_table(args.seats, config.num_players)] * len(seeds)
     state = script.make_train_state(args, tables, seeds, device)
     env = state.games.env
-    run_iteration, watch = script.capture_iterations(state)
-    cycle = args.replay_rollouts if state.watched is not None else 1  # iterations between two that are watched
+    run = {"train": functools.partial(script.train_iteration, state)}
+    cycle = 1
+    if state.watched is not None:
+        run["watch"] = functools.partial(script.watch_rule_based, state)
+        cycle = args.replay_rollouts  # iterations between two that are watched
+    script.fuse(args.compile)
+    if device.type == "cuda" and args.cudagraphs:
+        run = script.capture_graphs(state, run)
     ready = time.perf_counter() - begun
     stages = []
 
     def train():
         times = []
         for k in range(cycle):
-            if k == 0:
-                watch()
-            times.append(run_iteration()["timer"].seconds())
+            if k == 0 and "watch" in run:
+                run["watch"]()
+            times.append(run["train"]()["timer"].seconds())
         stages.append({name: sum(stage[name] for stage in times) / cycle for name in times[0]})
 
     full = median_seconds(train, repeats, device) / cycle
