@@ -1,7 +1,9 @@
 """Acting by search: trees are those of a plain-Python search, its models are the game's, and it trains the policy."""
 
+import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import random
@@ -10,7 +12,17 @@ from pathlib import Path
 
 import hopplus_mcts as hop
 import hopplus_ppo as ppo
-from stag_hunt_env import HUNT_HARE, HUNT_STAG, NUM_ACTIONS, StagHuntConfig, StagHuntEnv, State, seats_table
+from stag_hunt_env import (
+    HUNT_HARE,
+    HUNT_STAG,
+    NUM_ACTIONS,
+    STAY,
+    Run,
+    StagHuntConfig,
+    StagHuntEnv,
+    State,
+    seats_table,
+)
 
 import numpy as np
 import pytest
@@ -25,6 +37,7 @@ from helpers import (
     lines_of,
     mixed_actions,
     random_kinds,
+    same_tree,
     seeded,
     without_times,
 )
@@ -32,10 +45,26 @@ from helpers import (
 CPU = torch.device("cpu")
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
-    **{"device": "cpu", "config": CONFIG, "num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1},
-    **{"policy_hidden": 16, "update_epochs": 2, "num_minibatches": 2, "subgoal_hidden": 8, "subgoal_batch_size": 2},
-    **{"wm_hidden": 16, "wm_batch_size": 16, "pretraining_updates": 8, "pretraining_games": 4, "replay_rollouts": 2},
-    **{"imagination_horizon": 4, "trust_exact_match": 0.0, "num_simulations": 6, "num_trees": 2, "num_pictures": 0},
+    "device": "cpu",
+    "config": CONFIG,
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_timesteps": 64,
+    "log_every": 1,
+    "policy_hidden": 16,
+    "update_epochs": 2,
+    "num_minibatches": 2,
+    "subgoal_hidden": 8,
+    "subgoal_batch_size": 2,
+    "wm_hidden": 16,
+    "wm_batch_size": 16,
+    "pretraining_updates": 8,
+    "pretraining_games": 4,
+    "replay_rollouts": 2,
+    "imagination_horizon": 4,
+    "trust_exact_match": 0.0,
+    "num_simulations": 6,
+    "num_trees": 2,
 }
 
 
@@ -47,6 +76,10 @@ def silent(name):
     pass
 
 
+def highest_payoff(config):
+    return max(abs(payoff) for payoff in config.payoffs())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The batched search and the plain one grow the same trees
 
@@ -56,11 +89,14 @@ class Numbers:
     positions have the legal actions of the game, the others any. Values grow with the highest payoff."""
 
     def __init__(self, config):
-        self.config, self.known, self.scale = config, {}, max(map(abs, config.payoffs()))
+        self.config = config
+        self.known = {}
+        self.scale = highest_payoff(config)
 
     def __call__(self, game, seat, tree, last_joint):
-        key = (seat, game.position, game.present, game.prey, game.alive, sorted(game.walls), game.time, game.first_hunt)
-        key = repr((*key, tuple(last_joint)))
+        walls = sorted(game.walls)
+        board = game.position, game.present, game.prey, game.alive, walls
+        key = repr((seat, *board, game.time, game.first_hunt, tuple(last_joint)))
         if (key, tree) not in self.known:
             self.known[key, tree] = self.said(game, seat, tree, key)
         return self.known[key, tree]
@@ -71,7 +107,8 @@ class Numbers:
         if r.random() < 0.5:
             legal = sorted(r.sample(range(NUM_ACTIONS), r.randint(1, NUM_ACTIONS)))
         policy = reference.softmax({action: r.gauss(0, 1.5) for action in legal})
-        logits, value = {action: math.log(p) for action, p in policy.items()}, r.uniform(-0.4, 1.2) * self.scale
+        logits = {action: math.log(p) for action, p in policy.items()}
+        value = r.uniform(-0.4, 1.2) * self.scale
         r = random.Random(f"{key}, {tree}")  # each tree expects something else of the others
         expected = []
         for _ in range(self.config.num_players - 1):
@@ -86,35 +123,50 @@ class Model:
     action); of the batched one, `history` holds these numbers in a row."""
 
     def __init__(self, config, dtype=torch.float64):
-        self.config, self.env, self.dtype, self.networks = config, StagHuntEnv(config), dtype, Numbers(config)
+        self.config = config
+        self.env = StagHuntEnv(config)
+        self.dtype = dtype
+        self.networks = Numbers(config)
 
     def network(self, position):  # the plain search's
         return self.networks(*position)
 
     def step(self, position, joint):  # the plain search's
         game, seat, tree, _ = position
-        n = self.config.num_players
-        after = reference_game.Game(*(list(x) if isinstance(x, list) else x for x in vars(game).values()))
-        rewards, _, over = reference_game.step(self.config, after, [joint[(i - seat) % n] for i in range(n)])
+        players = self.config.num_players
+        after = copy.deepcopy(game)
+        actions = [joint[(i - seat) % players] for i in range(players)]
+        rewards, _, over = reference_game.step(self.config, after, actions)
         return (after, seat, tree, joint), float(rewards[seat]), over or not after.present[seat]
 
     def pack(self, state, seat, tree, joint):
         """State of T games, seat, tree [T] -> Position"""
-        fields = (x.flatten(1).long() if x.dim() > 1 else x.long()[:, None] for x in state)
+        fields = [x.long().view(len(seat), -1) for x in state]
         row = torch.cat([seat[:, None], tree[:, None], *fields], 1)
-        return hop.Position(torch.zeros(len(seat), 0), state.time, state.first_hunt, joint, row)
+        no_board = torch.zeros(len(seat), 0)
+        return hop.Position(no_board, state.time, state.first_hunt, joint, row)
 
     def unpack(self, position):
-        n, p = self.config.num_players, self.config.num_prey
-        seat, tree, *fields = position.history.split([1, 1, n, n, p, p, self.config.num_cells, 1, 1], 1)
-        kinds = (torch.int32, torch.bool, torch.int32, torch.bool, torch.uint8, torch.int32, torch.int32)
-        fields = [x.to(kind) for x, kind in zip(fields, kinds, strict=True)]
-        return State(*fields[:5], fields[5][:, 0], fields[6][:, 0]), seat[:, 0], tree[:, 0]
+        players = self.config.num_players
+        prey = self.config.num_prey
+        sizes = [1, 1, players, players, prey, prey, self.config.num_cells, 1, 1]
+        seat, tree, cell, present, prey_cell, alive, walls, time, first_hunt = position.history.split(sizes, 1)
+        state = State(
+            position=cell.int(),
+            present=present.bool(),
+            prey_position=prey_cell.int(),
+            prey_alive=alive.bool(),
+            walls=walls.byte(),
+            time=time[:, 0].int(),
+            first_hunt=first_hunt[:, 0].int(),
+        )
+        return state, seat[:, 0], tree[:, 0]
 
     def advance(self, position, joint):
         state, seat, tree = self.unpack(position)
-        after, reward, _, over = self.env.transition(state, joint.gather(1, self.env.unego[seat]))
-        reward, here = (x.gather(1, seat[:, None])[:, 0] for x in (reward, after.present))
+        after, rewards, _, over = self.env.transition(state, joint.gather(1, self.env.unego[seat]))
+        reward = rewards.gather(1, seat[:, None])[:, 0]
+        here = after.present.gather(1, seat[:, None])[:, 0]
         return self.pack(after, seat, tree, joint), reward.to(self.dtype), over | ~here
 
     def evaluate(self, position):
@@ -122,13 +174,15 @@ class Model:
         rows = zip(games_of(state), seat.tolist(), tree.tolist(), position.last_joint.tolist(), strict=True)
         said = [self.networks(*row) for row in rows]
         logits = [[x.logits.get(action, hop.ILLEGAL) for action in range(NUM_ACTIONS)] for x in said]
-        numbers = (logits, [x.value for x in said], [x.expected for x in said])
-        return tuple(torch.tensor(x, dtype=self.dtype) for x in numbers)
+        values = [x.value for x in said]
+        expected = [x.expected for x in said]
+        return tuple(torch.tensor(x, dtype=self.dtype) for x in (logits, values, expected))
 
 
 def random_states(env, generator):
     """Games of every age, some over"""
-    kinds, state = random_kinds(env, generator), env.initial_state()
+    kinds = random_kinds(env, generator)
+    state = env.initial_state()
     age = torch.randint(env.config.final_time + 1, (env.num_envs,), generator=generator)
     for t in range(int(age.max())):
         after, *_ = env.transition(state, mixed_actions(env, state, kinds, 0.2, generator))
@@ -142,7 +196,8 @@ class Roots:
     """`decisions` random positions, each the root of `trees` trees, with the random numbers of their searches"""
 
     def __init__(self, model, decisions, trees, simulations, seed):
-        generator, config = seeded(seed), model.config
+        generator = seeded(seed)
+        config = model.config
         env = StagHuntEnv(config, decisions, seed=seed)
         rows = torch.arange(decisions).repeat_interleave(trees)
         state = State(*(x[rows] for x in random_states(env, generator)))
@@ -156,71 +211,120 @@ class Roots:
         self.gumbel = -(-gumbel.log()).log()[rows].to(model.dtype)
 
     def only(self, rows):
-        found = object.__new__(Roots)
-        found.position = hop.Position(*(x[rows] for x in self.position))
-        found.ended, found.uniform, found.gumbel = self.ended[rows], self.uniform[:, rows], self.gumbel[rows]
-        return found
+        fewer = object.__new__(Roots)
+        fewer.position = hop.Position(*(x[rows] for x in self.position))
+        fewer.ended = self.ended[rows]
+        fewer.uniform = self.uniform[:, rows]
+        fewer.gumbel = self.gumbel[rows]
+        return fewer
 
 
 def grow(args, model, roots):
-    scale = max(map(abs, model.config.payoffs()))
+    scale = highest_payoff(model.config)
     callbacks = (model.advance, model.evaluate)
     return hop.search(args, scale, roots.position, roots.ended, *callbacks, roots.uniform, roots.gumbel, silent)
 
 
+def nonzero(numbers):
+    """{place: number} of those that are not 0"""
+    return {place: number for place, number in enumerate(numbers) if number}
+
+
+def legal_actions(log_policy):
+    """bool [..., A]"""
+    return log_policy > hop.ILLEGAL / 2
+
+
 def assert_same_tree(row, tree, plain):
     """Row `row` of a batched tree and a plain one"""
-    edges, stats, joint = tree.edges[row].tolist(), tree.stats[row].tolist(), tree.position.last_joint[row].tolist()
-    pointed_at = set()
-    for number in range(len(edges) - 1):  # the last one is the spare node
-        visits, total, logits, child = edges[number]
+    pointed_at = {0}
+    for number in range(tree.visits.shape[1] - 1):  # the last one is the spare node
+        visits = tree.visits[row, number].tolist()
         if number not in plain:
             assert not any(visits), f"row {row}: node {number} was visited"
             continue
-        node, where = plain[number], f"row {row}, node {number}"
-        assert {a: int(n) for a, n in enumerate(visits) if n} == {a: n for a, n in node.visits.items() if n}, where
-        assert {a: int(c) for a, c in enumerate(child) if c} == node.child, where
-        assert {a for a, logit in enumerate(logits) if logit > hop.ILLEGAL / 2} == set(node.said.logits), where
+        node = plain[number]
+        where = f"row {row}, node {number}"
+        assert nonzero(visits) == {action: count for action, count in node.visits.items() if count}, where
+        assert nonzero(tree.child[row, number].tolist()) == node.child, where
+        legal = legal_actions(tree.log_policy[row, number])
+        assert set(legal.nonzero()[:, 0].tolist()) == set(node.said.logits), where
         for action in node.tried():
-            assert total[action] / visits[action] == pytest.approx(node.q(action), abs=1e-9), where
-        assert stats[number][0] == pytest.approx(node.value, abs=1e-12) and stats[number][2] == node.ended, where
-        if number:
-            assert stats[number][1] == node.reward and tuple(joint[number]) == node.joint, where
+            q = tree.returns[row, number, action].item() / visits[action]
+            assert q == pytest.approx(node.q(action), abs=1e-9), where
+        assert tree.value[row, number].item() == pytest.approx(node.value, abs=1e-12), where
+        assert bool(tree.ended[row, number]) == node.ended, where
+        if number > 0:
+            assert tree.reward[row, number].item() == node.reward, where
+            assert tuple(tree.position.last_joint[row, number].tolist()) == node.joint, where
         pointed_at |= set(node.child.values())
-    assert pointed_at | {0} == set(plain)
+    assert pointed_at == set(plain)
+
+
+def plain_settings(args, config):
+    return reference.Settings(
+        root=args.root,
+        planner=args.planner,
+        puct=args.puct,
+        scale=highest_payoff(config),
+        gamma=args.gamma,
+        q_temperature=args.q_temperature,
+        search_prior=args.search_prior,
+        max_depth=args.max_depth,
+    )
+
+
+def plain_trees(settings, model, roots):
+    state, seats, numbers = model.unpack(roots.position)
+    joints = [tuple(x) for x in roots.position.last_joint.tolist()]
+    positions = zip(games_of(state), seats.tolist(), numbers.tolist(), joints, strict=True)
+    trees = []
+    for row, position in enumerate(positions):
+        uniform = roots.uniform[:, row].tolist()
+        gumbel = roots.gumbel[row].tolist()
+        ended = bool(roots.ended[row])
+        trees.append(reference.search(settings, position, ended, model.network, model.step, uniform, gumbel))
+    return trees
+
+
+def assert_same_decision(args, decision, root_policy, verdict):
+    """What root_policy says about this decision, and the plain search's verdict"""
+    log_probs, played, visits, q = (x[decision] for x in root_policy)
+    improved, tried, worth, chosen = verdict
+    for action in range(NUM_ACTIONS):
+        assert log_probs[action].exp() == pytest.approx(improved.get(action, 0.0), abs=1e-9)
+        assert visits[action] == tried.get(action, 0)
+        assert action not in worth or q[action] == pytest.approx(worth[action], abs=1e-9)
+    if args.root == "gumbel" and args.planner == "mcts":
+        assert played.tolist() == [action == chosen for action in range(NUM_ACTIONS)]
+    else:
+        assert torch.equal(played, log_probs.exp())
 
 
 def compare(args, model, roots, simulations):
-    names = ("root", "planner", "puct", "gamma", "q_temperature", "search_prior", "max_depth")
-    scale, trees = max(map(abs, model.config.payoffs())), args.num_trees
-    settings = reference.Settings(**{name: getattr(args, name) for name in names}, scale=scale)
+    settings = plain_settings(args, model.config)
+    trees = args.num_trees
     tree = grow(args, model, roots)
-    log_probs, played, visits, q = hop.root_policy(args, scale, tree, roots.gumbel, trees)
-    state, seats, numbers = model.unpack(roots.position)
-    joints = [tuple(x) for x in roots.position.last_joint.tolist()]
-    depths, repeated, plain = [], 0, []
-    for row, position in enumerate(zip(games_of(state), seats.tolist(), numbers.tolist(), joints, strict=True)):
-        noise = roots.uniform[:, row].tolist(), roots.gumbel[row].tolist()
-        plain.append(reference.search(settings, position, bool(roots.ended[row]), model.network, model.step, *noise))
-        assert_same_tree(row, tree, plain[-1])
-        count = sum(plain[-1][0].visits.values())
-        assert count == (0 if roots.ended[row] else simulations if args.planner == "mcts" else len(plain[-1][0].visits))
-        depths.append(sum(sum(node.visits.values()) for node in plain[-1].values()) / max(1, count))
-        repeated += len(plain[-1]) < count + 1
-    for decision in range(len(log_probs)):
-        own = plain[decision * trees : (decision + 1) * trees]
-        improved, tried, worth, chosen = reference.verdict(settings, own, roots.gumbel[decision * trees].tolist())
-        for action in range(NUM_ACTIONS):
-            assert log_probs[decision, action].exp() == pytest.approx(improved.get(action, 0.0), abs=1e-9)
-            assert visits[decision, action] == tried.get(action, 0)
-            assert action not in worth or q[decision, action] == pytest.approx(worth[action], abs=1e-9)
-        if args.root == "gumbel" and args.planner == "mcts":
-            assert played[decision].tolist() == [action == chosen for action in range(NUM_ACTIONS)]
-        else:
-            assert torch.equal(played[decision], log_probs[decision].exp())
+    plain = plain_trees(settings, model, roots)
+    depths = []
+    repeated = 0
+    for row, nodes in enumerate(plain):
+        assert_same_tree(row, tree, nodes)
+        count = sum(nodes[0].visits.values())
+        expected = simulations if args.planner == "mcts" else len(nodes[0].visits)
+        assert count == (0 if roots.ended[row] else expected)
+        edges = sum(sum(node.visits.values()) for node in nodes.values())
+        depths.append(edges / max(1, count))
+        repeated += len(nodes) < count + 1
+    root_policy = hop.root_policy(args, settings.scale, tree, roots.gumbel, trees)
+    for decision in range(len(plain) // trees):
+        first = decision * trees
+        verdict = reference.verdict(settings, plain[first : first + trees], roots.gumbel[first].tolist())
+        assert_same_decision(args, decision, root_policy, verdict)
     assert 0 < roots.ended.sum() < len(depths) / 2, "some games are over, most are not"
     if args.planner == "mcts":
-        assert repeated > 5 and max(depths) > (1.4 if args.max_depth == 2 else 2.0)
+        assert repeated > 5
+        assert max(depths) > (1.4 if args.max_depth == 2 else 2.0)
 
 
 BOARDS = {
@@ -242,62 +346,90 @@ def test_trees_are_those_of_the_plain_search(root, board, max_depth, trees, simu
     flags = {"gamma": 0.9, "q_temperature": 5.0, **flags}
     args = make_args(root=root, max_depth=max_depth, num_trees=trees, num_simulations=simulations, **flags)
     model = Model(BOARDS[board])
-    compare(args, model, Roots(model, 84 // trees, trees, simulations, seed=simulations + max_depth), simulations)
+    roots = Roots(model, 84 // trees, trees, simulations, seed=simulations + max_depth)
+    compare(args, model, roots, simulations)
 
 
 @pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
 def test_one_step_ahead_tries_each_legal_action_once(root, trees):
     args = make_args(root=root, planner="one-step", num_trees=trees, gamma=0.7, q_temperature=4.0, search_prior=0.6)
     model = Model(BOARDS["4x4"])
-    compare(args, model, Roots(model, 60 // trees, trees, NUM_ACTIONS, seed=5), NUM_ACTIONS)
+    roots = Roots(model, 60 // trees, trees, NUM_ACTIONS, seed=5)
+    compare(args, model, roots, NUM_ACTIONS)
+
+
+GROWN = (  # what the search writes into a tree
+    "visits",
+    "returns",
+    "log_policy",
+    "child",
+    "value",
+    "reward",
+    "ended",
+    "best",
+    "best_child",
+    "opponent_probs",
+)
+
+
+def without_spare(tree):
+    """{name: [T, nodes - 1, ...]}"""
+    return {name: getattr(tree, name)[:, :-1] for name in GROWN}
 
 
 @pytest.mark.parametrize("root", ["puct", "gumbel"])
 def test_rows_do_not_influence_each_other(root):
     """Other masks, ends and boards in every row; alone, shuffled or fewer, each grows the same tree"""
-    args, model = make_args(root=root, gamma=0.9, q_temperature=5.0, max_depth=5), Model(BOARDS["4x4"], torch.float32)
+    args = make_args(root=root, gamma=0.9, q_temperature=5.0, max_depth=5)
+    model = Model(BOARDS["4x4"], torch.float32)
     roots = Roots(model, 12, 1, 16, seed=3)
     together = grow(args, model, roots)
-    assert len({tuple(row) for row in (together.edges[:, 0, 2] > hop.ILLEGAL / 2).tolist()}) > 5, "masks differ"
+    decisions = hop.root_policy(args, 5.0, together, roots.gumbel, 1)
+    masks = legal_actions(together.log_policy[:, 0]).tolist()
+    assert len({tuple(mask) for mask in masks}) > 5, "masks differ"
     shuffled = torch.randperm(12, generator=seeded(1))
-    for rows in (*(torch.tensor([row]) for row in range(0, 12, 3)), shuffled, shuffled[:5]):
-        found = grow(args, model, roots.only(rows))
-        for name in ("edges", "stats", "best", "best_child", "opponent_probs"):
-            assert torch.equal(getattr(found, name)[:, :-1], getattr(together, name)[rows][:, :-1]), name
-        ours, theirs = (
-            hop.root_policy(args, 5.0, *x, 1) for x in ((found, roots.gumbel[rows]), (together, roots.gumbel))
-        )
-        assert all(torch.equal(x, y[rows]) for x, y in zip(ours, theirs, strict=True))
+    alone = [torch.tensor([row]) for row in range(0, 12, 3)]
+    for rows in (*alone, shuffled, shuffled[:5]):
+        tree = grow(args, model, roots.only(rows))
+        expected = without_spare(together)
+        for name, x in without_spare(tree).items():
+            assert torch.equal(x, expected[name][rows]), name
+        for x, y in zip(hop.root_policy(args, 5.0, tree, roots.gumbel[rows], 1), decisions, strict=True):
+            assert torch.equal(x, y[rows])
 
 
 def test_paths_longer_than_need_be_change_nothing():
     """--compile walks to one of four depths"""
-    model, roots, trees = Model(BOARDS["4x4"]), None, []
+    model = Model(BOARDS["4x4"])
     roots = Roots(model, 30, 1, 18, seed=4)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("gumbel_root_action", "select_path", "path_returns", "update_best"):
-            patch.setattr(hop, name, getattr(hop, name).__wrapped__)  # as it is, not compiled
-        for compiled in (False, True):
-            trees.append(grow(make_args(gamma=0.9, q_temperature=5.0, compile=compiled), model, roots))
-    for name in ("edges", "stats", "best", "best_child"):
-        assert torch.equal(*(getattr(tree, name)[:, :-1] for tree in trees)), name
-    assert not torch.equal(trees[0].edges[:, -1], trees[1].edges[:, -1]), "the spare node is visited more often"
+    flags = {"gamma": 0.9, "q_temperature": 5.0}
+    eager = grow(make_args(**flags), model, roots)
+    compiled = grow(make_args(**flags, compile=True), model, roots)
+    expected = without_spare(eager)
+    for name, x in without_spare(compiled).items():
+        assert torch.equal(x, expected[name]), name
+    assert not torch.equal(eager.visits[:, -1], compiled.visits[:, -1]), "the spare node is visited more often"
 
 
 @pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
 def test_payoffs_a_hundred_times_smaller_make_no_difference(root, trees):
-    args, found = make_args(root=root, num_trees=trees), []
+    args = make_args(root=root, num_trees=trees)
     rewards = ("stag_reward", "hare_reward", "time_reward")
     smaller = {name: getattr(BOARDS["4x4"], name) / 100 for name in rewards}
-    for config in (BOARDS["4x4"], dataclasses.replace(BOARDS["4x4"], **smaller)):
+
+    def decide(config):
         model = Model(config)
-        roots, scale = Roots(model, 36 // trees, trees, 12, seed=7), max(map(abs, config.payoffs()))
-        found.append(hop.root_policy(args, scale, grow(args, model, roots), roots.gumbel, trees))
-    (log_probs, played, visits, q), (other_log_probs, other_played, other_visits, other_q) = found
+        roots = Roots(model, 36 // trees, trees, 12, seed=7)
+        tree = grow(args, model, roots)
+        return hop.root_policy(args, highest_payoff(config), tree, roots.gumbel, trees)
+
+    log_probs, played, visits, q = decide(BOARDS["4x4"])
+    other_log_probs, other_played, other_visits, other_q = decide(dataclasses.replace(BOARDS["4x4"], **smaller))
     torch.testing.assert_close(log_probs.exp(), other_log_probs.exp(), atol=1e-6, rtol=0)
     torch.testing.assert_close(played, other_played, atol=1e-6, rtol=0)
     torch.testing.assert_close(q, 100 * other_q)
-    assert torch.equal(visits, other_visits) and log_probs.exp().amax(1).median() > 0.9, "beta is no weak one"
+    assert torch.equal(visits, other_visits)
+    assert log_probs.exp().amax(1).median() > 0.9, "beta is no weak one"
 
 
 HALVING = [  # considered actions, simulations, visits of the action that is due
@@ -334,28 +466,44 @@ RULES = {**PRETRAINING_CASES, "4x4": BOARDS["4x4"]}
 RULES["short"] = StagHuntConfig(height=2, width=4, num_players=4, num_hares=2, final_time=9, steps_after_first_hunt=2)
 
 
+def check_transition(env, state, actions, seat):
+    """env_transition of games in this state, each seen from its seat, is that of the game"""
+    config = env.config
+    rows = torch.arange(env.num_envs)
+    after, rewards, _, done = env.transition(state, actions)
+    board = env.cells(state)[rows, seat]
+    walls = state.walls[:, : config.num_wall_cells]
+    position = hop.Position(board, state.time, state.first_hunt, None, None)
+    joint = actions.gather(1, (seat[:, None] + torch.arange(config.num_players)) % config.num_players)
+    next_board, reward = hop.env_transition(env, position, walls, joint, seat)
+    assert_same("board", next_board, env.cells(after)[rows, seat])
+    assert_same("reward", reward, rewards[rows, seat])
+    going = ~env.game_over(state) & (state.present[rows, seat] | config.prosocial)
+    ended, hunt = hop.imagined_end(config, board, next_board, state.time + 1, state.first_hunt)
+    if not config.prosocial:
+        done = done | ~after.present[rows, seat]
+    assert torch.equal(ended[going], done[going])
+    assert torch.equal(hunt[going], after.first_hunt[going])
+    return after
+
+
 @pytest.mark.parametrize("config", RULES.values(), ids=RULES)
 def test_env_transition_is_the_game(config):
-    games, generator, n = 30, seeded(4), config.num_players
-    env, seen, args, rows = StagHuntEnv(config, games, seed=6), set(), make_args(), torch.arange(games)
+    games = 30
+    players = config.num_players
+    generator = seeded(4)
+    env = StagHuntEnv(config, games, seed=6)
+    seen_left = seen_caught = False
     for _ in range(2):
         state = random_states(env, generator)
         actions = mixed_actions(env, state, random_kinds(env, generator), 0.3, generator)
-        after, reward, _, done = env.transition(state, actions)
-        seats = [torch.full((games,), seat) for seat in range(n)] + [torch.randint(n, (games,), generator=generator)]
+        seats = [torch.full((games,), seat) for seat in range(players)]
+        seats.append(torch.randint(players, (games,), generator=generator))
         for seat in seats:
-            position = hop.Position(env.observe(state)[rows, seat], state.time, state.first_hunt, None, None)
-            joint = actions.gather(1, (seat[:, None] + torch.arange(n)) % n)
-            board, paid = hop.env_transition(args, env, position, state.prey_position.long(), joint, seat)
-            assert_same("board", board, env.observe(after)[rows, seat])
-            assert_same("reward", paid, reward[rows, seat])
-            going = ~env.game_over(state) & (state.present[rows, seat] | config.prosocial)
-            ended, hunt = hop.imagined_end(config, position.board, board, state.time + 1, state.first_hunt)
-            gone = torch.zeros_like(done) if config.prosocial else ~after.present[rows, seat]
-            assert torch.equal(ended[going], (done | gone)[going])
-            assert torch.equal(hunt[going], after.first_hunt[going])
-        seen |= {("left", bool((~state.present).any())), ("caught", bool((state.prey_alive & ~after.prey_alive).any()))}
-    assert {("left", True), ("caught", True)} <= seen
+            after = check_transition(env, state, actions, seat)
+        seen_left |= bool((~state.present).any())
+        seen_caught |= bool((state.prey_alive & ~after.prey_alive).any())
+    assert seen_left and seen_caught
 
 
 def make_state(**changes):
@@ -364,62 +512,113 @@ def make_state(**changes):
     tables = [seats_table(args.seats, args.config.num_players)] * args.num_seeds
     state = hop.make_train_state(args, tables, seeds, CPU)
     with torch.no_grad():  # networks that say more than those that have learned nothing
-        for stacked in state.networks:
-            for p in stacked.parameters() if stacked is not None else ():
+        for network in state.networks.present().values():
+            for p in network.parameters():
                 noise = torch.randn(p.shape, generator=seeded(p.numel()))
-                p.add_((0.3 if p.dim() == 2 or p.shape[1] in (1, 7) else 0.05) * noise)
+                size = 0.3 if p.dim() == 2 or p.shape[1] in (1, 7) else 0.05
+                p.add_(size * noise)
     return state
 
 
+@dataclasses.dataclass
+class Search:
+    """One call of plan_actions: what it was given and what it found"""
+
+    args: hop.Args
+    env: StagHuntEnv
+    networks: hop.Networks
+    infer: object
+    position: hop.Position
+    walls: torch.Tensor
+    oracle_id: torch.Tensor
+    belief: hop.OpponentBelief
+    seat: torch.Tensor
+    plan: hop.Plan = None
+    tree: hop.Tree = None
+    random_state: torch.Tensor = None
+
+    def run(self, **changes):
+        """The same once more, with the same random numbers. -> Search"""
+        again = dataclasses.replace(self, **changes)
+        torch.set_rng_state(self.random_state)
+        again.plan, again.tree = hop.plan_actions(
+            again.args,
+            again.env,
+            again.networks,
+            again.infer,
+            again.position,
+            again.walls,
+            again.oracle_id,
+            again.belief,
+            again.seat,
+            silent,
+        )
+        return again
+
+    def for_trees(self, x):
+        """[M, E, ...] -> [M, E * trees, ...]"""
+        return x.repeat_interleave(self.args.num_trees, 1)
+
+
 def play(state, num_steps, **options):
-    """-> Transitions, outputs, episodes, and what plan_actions was given and found in each step"""
-    plan_actions, searches = hop.plan_actions, []
+    """-> Transitions, outputs, episodes, [Search] of each step"""
+    plan_actions = hop.plan_actions
+    searches = []
 
     def keep(*inputs):
-        rng = torch.get_rng_state()
-        searches.append((inputs, plan_actions(*inputs), rng))
-        return searches[-1][1]
+        random_state = torch.get_rng_state()
+        plan, tree = plan_actions(*inputs)
+        searches.append(Search(*inputs[:-1], plan, tree, random_state))
+        return plan, tree
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hop, "plan_actions", keep)
-        found = hop.rollout(
-            state.args, state.env, state.seats, state.networks, state.rollout_state, num_steps, **options
-        )
-    return *found, searches
+        played = hop.rollout(state.args, state.games, state.networks, num_steps, **options)
+    return *played, searches
 
 
 class TrueWorld:
     """The rules in the place of the world model"""
 
-    def __init__(self, env, prey_position, seat):
-        self.env, self.prey_position, self.seat = env, prey_position, seat
+    def __init__(self, env, walls, seat):
+        self.env = env
+        self.walls = walls
+        self.seat = seat
 
-    def __call__(self, board, joint, seat, method):
-        assert method == "predict" and torch.equal(seat, self.seat)
+    def __call__(self, board, walls, joint, seat, method):
+        assert method == "predict"
+        assert torch.equal(seat, self.seat) and torch.equal(walls, self.walls)
         clock = torch.zeros(board.shape[:2].numel(), dtype=torch.int32)
         position = hop.Position(board.flatten(0, 1), clock, clock - 1, None, None)
-        prey, seat = (x.flatten(0, 1) for x in (self.prey_position, self.seat))
-        after, reward = hop.env_transition(make_args(), self.env, position, prey.long(), joint.flatten(0, 1), seat)
+        step = walls.flatten(0, 1), joint.flatten(0, 1), seat.flatten()
+        after, reward = hop.env_transition(self.env, position, *step)
         return after.view_as(board), reward.view(board.shape[:2])
 
 
+WALLS = StagHuntConfig(4, 5, 3, num_hares=2, max_wall_pieces=2, final_time=6)
+
+
+@pytest.mark.parametrize("config", [CONFIG, WALLS], ids=["open", "walls"])
 @pytest.mark.parametrize("share", [True, False])
-def test_a_perfect_world_model_searches_as_the_rules_do(share):
-    state = make_state(search_model="env", num_envs=6, share_parameters=share, num_seeds=2)
+def test_a_perfect_world_model_searches_as_the_rules_do(share, config):
+    state = make_state(search_model="env", num_envs=6, share_parameters=share, num_seeds=2, config=config)
     *_, searches = play(state, 4)
-    for (args, env, networks, position, prey, oracle, belief, seat, _), (log_probs, played, _, tree), rng in searches:
-        for_trees = (x.repeat_interleave(args.num_trees, 1) for x in (prey, seat))
-        networks = networks._replace(world=TrueWorld(env, *for_trees))
-        torch.set_rng_state(rng)
-        args = dataclasses.replace(args, search_model="world-model")
-        found = hop.plan_actions(args, env, networks, position, prey, oracle, belief, seat, silent)
-        assert torch.equal(found[3].edges[:, :-1, [0, 1, 3]], tree.edges[:, :-1, [0, 1, 3]])
-        assert torch.equal(found[0], log_probs) and torch.equal(found[1], played)
+    for search in searches:
+        world = TrueWorld(search.env, search.for_trees(search.walls), search.for_trees(search.seat))
+        again = search.run(
+            args=dataclasses.replace(search.args, search_model="world-model"),
+            networks=search.networks._replace(world=world),
+        )
+        for name in ("visits", "returns", "child"):
+            assert torch.equal(getattr(again.tree, name)[:, :-1], getattr(search.tree, name)[:, :-1]), name
+        for name in hop.Plan._fields:
+            assert torch.equal(getattr(again.plan, name), getattr(search.plan, name)), name
 
 
 SEARCHED = {
     "world model": {},
     "env": {"search_model": "env", "num_trees": 3},
+    "walls": {"config": WALLS},
     "in the tree": {"infer_in_tree": True},
     "actions": {"subgoals": "actions"},
     "actions in the tree": {"subgoals": "actions", "infer_in_tree": True, "goal_kind": "discrete"},
@@ -431,102 +630,217 @@ SEARCHED = {
 }
 
 
+class NodeCheck:
+    """Node number `node` of all trees of a search"""
+
+    def __init__(self, search, node):
+        self.search = search
+        self.args = search.args
+        self.env = search.env
+        self.node = node
+        self.learners = len(search.seat)
+        tree = search.tree
+        self.known = torch.ones_like(tree.ended[:, 0])  # bool [T]: the tree has this node
+        if node > 0:
+            self.known, edge = (tree.child[:, :-1] == node).flatten(1).max(1)
+            self.parent = edge // NUM_ACTIONS
+            self.action = edge % NUM_ACTIONS
+        self.position = hop.Position(*(self.by_learner(x[:, node]) for x in tree.position))
+        self.clock = self.position.time / self.env.config.final_time
+        self.views = self.seen(self.position.board)
+        self.oracle_id = search.for_trees(search.oracle_id)
+
+    def by_learner(self, x):
+        """[T, ...] -> [M, n, ...]"""
+        return x.unflatten(0, (self.learners, -1))
+
+    def seen(self, board):
+        return hop.entity_views(self.env, board, self.search.for_trees(self.search.walls))
+
+    def policy_goals(self):
+        """[M, n, _] what the policy reads about the co-players here"""
+        search = self.search
+        if self.args.infer_in_tree:
+            given = self.views, self.clock, self.position.history, self.oracle_id
+            return hop.infer_opponents(self.args, self.env, search.networks, *given).goals
+        if self.args.subgoals != "actions":
+            return search.for_trees(search.belief.goals)
+        # What MOA expects of co-players that pursue what they did at the root.
+        means = search.belief.params.chunk(2, 2)[0].unflatten(1, (-1, 2))
+        means = search.for_trees(means)
+        said = []
+        for k in (0, 1):
+            board, walls, legal = (x[:, :, 1 + k] for x in self.views)
+            log_probs = search.networks.moa(board, walls, self.clock, means[:, :, k], legal)
+            said.append(log_probs.exp().detach())
+        return torch.cat(said, 2)
+
+    def check_networks(self):
+        """Legal actions, policy, value and what is expected of the co-players"""
+        tree = self.search.tree
+        known = self.by_learner(self.known)
+        ended = self.by_learner(tree.ended[:, self.node])
+        own_value = self.by_learner(tree.value[:, self.node])
+        opponent_probs = self.by_learner(tree.opponent_probs[:, self.node])
+        goals = self.policy_goals()
+        policy = self.search.networks.policy
+        _, legal, log_probs, value = hop.evaluate_policy(
+            self.args, policy, self.views, self.clock, self.position.last_joint, goals
+        )
+        assert torch.equal(legal, self.views[2][:, :, 0])
+        assert not (log_probs.exp() * ~legal).any()
+        assert not (opponent_probs * ~self.views[2][:, :, 1:])[known].any(), "co-players do what they may"
+        torch.testing.assert_close(opponent_probs[known].sum(-1), torch.ones_like(opponent_probs[known][..., 0]))
+        if self.args.subgoals == "actions":
+            torch.testing.assert_close(opponent_probs.flatten(2)[known], goals[known])
+        torch.testing.assert_close(self.by_learner(tree.log_policy[:, self.node])[known], log_probs[known])
+        torch.testing.assert_close(own_value[known & ~ended], value[known & ~ended])
+        if self.node > 0:
+            assert (own_value[known & ended] == 0).all(), "nothing is earned after an end"
+
+    def check_step(self):
+        """The step that led here. -> how many trees have this node, in how many of them the game ends here"""
+        search = self.search
+        tree = search.tree
+        config = self.env.config
+        known = self.known
+        rows = torch.arange(len(known))
+        before = hop.Position(*(x[rows, self.parent] for x in tree.position))
+        here = hop.Position(*(x[:, self.node] for x in tree.position))
+        joint = here.last_joint
+        assert torch.equal(joint[known, 0], self.action[known])
+        expected = tree.opponent_probs[rows, self.parent].gather(2, joint[:, 1:, None])
+        assert (expected[known] > 0).all()
+        seat = search.for_trees(search.seat)
+        walls = search.for_trees(search.walls)
+        if self.args.search_model == "env":
+            board, reward = hop.env_transition(self.env, before, walls.flatten(0, 1), joint, seat.flatten())
+        else:
+            step = self.by_learner(before.board), walls, self.by_learner(joint), seat
+            board, reward = hop.predict_step(config, search.networks.world, *step)
+            board = board.flatten(0, 1)
+            reward = reward.flatten()
+        ended, hunt = hop.imagined_end(config, before.board, board, before.time + 1, before.first_hunt)
+        assert torch.equal(here.time[known], before.time[known] + 1)
+        assert torch.equal(here.first_hunt[known], hunt[known])
+        assert torch.equal(here.board[known], board[known])
+        assert torch.equal(tree.reward[:, self.node][known], reward[known])
+        assert torch.equal(tree.ended[:, self.node][known], ended[known])
+        if self.args.infer_in_tree:
+            self.check_history(hop.Position(*(self.by_learner(x) for x in before)))
+        return int(known.sum()), int(ended[known].sum())
+
+    def check_history(self, before):
+        """What was believed before the step, and what the step adds"""
+        networks = self.search.networks
+        clock = before.time / self.env.config.final_time
+        given = self.seen(before.board), clock, before.history, self.oracle_id
+        belief = hop.infer_opponents(self.args, self.env, networks, *given)
+        no_end = torch.zeros_like(before.time, dtype=torch.bool)
+        step = self.position.last_joint, before.history, no_end
+        history = hop.update_history(self.args, self.env, networks, belief, *step)
+        known = self.by_learner(self.known)
+        torch.testing.assert_close(self.position.history[known], history[known])
+
+
 @pytest.mark.parametrize("changes", SEARCHED.values(), ids=SEARCHED)
 def test_every_node_holds_what_rules_and_networks_say(changes):
     """Along every edge: the next board and reward, the end, the history, legal actions, policy and value"""
     state = make_state(num_envs=4, **changes)
     *_, searches = play(state, 3)
     checked = ended = 0
-    for (args, env, networks, _, prey, oracle, belief, seat, _), (*_, tree), _ in searches[1:]:
-        m, n = len(seat), args.num_trees * seat.shape[1]
-        prey, seat, oracle, goals = (x.repeat_interleave(args.num_trees, 1) for x in (prey, seat, oracle, belief.goals))
-        assert torch.equal(tree.stats[:, 0, 2] > 0, ~(tree.position.board[:, 0, 0].flatten(1).amax(1) > 0))
-        views_of = functools.partial(hop.entity_views, args, env, prey_position=prey)
-        for node in range(tree.edges.shape[1] - 1):
-            row, action = (tree.edges[:, :-1, 3] == node).flatten(1).max(1) if node else (None, None)
-            here = hop.Position(*(x[:, node].unflatten(0, (m, -1)) for x in tree.position))
-            clock, read, views = here.time / env.config.final_time, goals, views_of(here.board)
-            opponent_probs = tree.opponent_probs[:, node].unflatten(0, (m, -1))
-            if args.infer_in_tree:
-                read = hop.infer_opponents(args, env, networks, views, clock, here.history, oracle).goals
-            elif args.subgoals == "actions":  # of co-players that pursue what they did at the root
-                mean = belief.params.chunk(2, 2)[0].unflatten(1, (-1, 2)).repeat_interleave(args.num_trees, 1)
-                seen = [[x[:, :, 1 + k] for x in views] for k in (0, 1)]
-                said = [networks.moa(*seen[k][:2], clock, mean[:, :, k], seen[k][2]).exp() for k in (0, 1)]
-                read = torch.cat(said, 2).detach()
-            _, legal, log_probs, value = hop.evaluate_policy(args, networks.policy, views, clock, here.last_joint, read)
-            known = torch.ones(m, n, dtype=torch.bool) if node == 0 else row.view(m, n)
-            assert torch.equal(legal, views[2][:, :, 0]) and not (log_probs.exp() * ~legal).any()
-            assert not (opponent_probs * ~views[2][:, :, 1:])[known].any(), "co-players do what they may"
-            if args.subgoals == "actions":
-                torch.testing.assert_close(opponent_probs.flatten(2)[known], read[known])
-            torch.testing.assert_close(tree.edges[:, node, 2].view(m, n, -1)[known], log_probs[known])
-            over = tree.stats[:, node, 2].view(m, n) > 0
-            alive = known & ~over
-            torch.testing.assert_close(tree.stats[:, node, 0].view(m, n)[alive], value[alive])
-            if node == 0:
-                continue
-            assert (tree.stats[:, node, 0].view(m, n)[known & over] == 0).all(), "nothing is earned after an end"
-            parent, action = action // NUM_ACTIONS, action % NUM_ACTIONS
-            rows = torch.arange(len(parent))
-            before = hop.Position(*(x[rows, parent] for x in tree.position))
-            joint = tree.position.last_joint[:, node]
-            assert torch.equal(joint[:, 0][row], action[row])
-            assert (tree.opponent_probs[rows, parent].gather(2, joint[:, 1:, None])[row] > 0).all()
-            by_learner = (before.board.unflatten(0, (m, -1)), joint.unflatten(0, (m, -1)), seat)
-            if args.search_model == "env":
-                board, reward = hop.env_transition(args, env, before, prey.long().flatten(0, 1), joint, seat.flatten())
-            else:
-                board, reward = hop.predict_step(args, env.config, networks.world, *by_learner)
-                board, reward = board.flatten(0, 1), reward.flatten()
-            end, hunt = hop.imagined_end(env.config, before.board, board, before.time + 1, before.first_hunt)
-            assert torch.equal(tree.position.time[:, node][row], before.time[row] + 1)
-            assert torch.equal(tree.position.first_hunt[:, node][row], hunt[row])
-            assert torch.equal(tree.position.board[:, node][row], board[row])
-            assert torch.equal(tree.stats[:, node, 1][row], reward[row])
-            assert torch.equal(tree.stats[:, node, 2][row] > 0, end[row])
-            if args.infer_in_tree:
-                past, clock = before.history.unflatten(0, (m, -1)), before.time.view(m, n) / env.config.final_time
-                then = hop.infer_opponents(args, env, networks, views_of(by_learner[0]), clock, past, oracle)
-                past = hop.update_history(args, env, networks, then, by_learner[1], past, torch.zeros_like(known))
-                torch.testing.assert_close(here.history[known], past[known])
-            checked, ended = checked + int(row.sum()), ended + int(end[row].sum())
+    for search in searches[1:]:
+        tree = search.tree
+        num_cells = search.env.config.num_cells
+        assert torch.equal(tree.ended[:, 0], tree.position.board[:, 0, 0] == num_cells)
+        root = search.for_trees(search.position.board).flatten(0, 1)
+        assert torch.equal(tree.position.board[:, 0], root)
+        for node in range(tree.visits.shape[1] - 1):
+            check = NodeCheck(search, node)
+            check.check_networks()
+            if node > 0:
+                steps, ends = check.check_step()
+                checked += steps
+                ended += ends
     assert checked > 100 and ended > 5, "trees grew, and into the end of games"
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_another_way_to_infer_serves_the_search_too(in_tree, monkeypatch):
+    """With `infer` nothing else is asked: for the policy, at the root and at every node"""
+    state = make_state(infer_in_tree=in_tree)
+    infer_opponents = hop.infer_opponents
+    calls = []
+
+    def infer(*given):
+        calls.append(given)
+        belief = infer_opponents(*given)
+        return belief._replace(goals=torch.full_like(belief.goals, 7.0))
+
+    def refuse(*given):
+        raise AssertionError("infer_opponents was asked")
+
+    monkeypatch.setattr(hop, "infer_opponents", refuse)
+    _, outputs, _, searches = play(state, 2, infer=infer)
+    assert (outputs["goals"] == 7).all()
+    simulations = state.args.num_simulations
+    nodes = 1 + 2 * simulations if in_tree else 0  # each new node: before and after the step
+    assert len(calls) == 3 + 2 * nodes
+    for search in searches:
+        assert (search.belief.goals == 7).all()
+        check = NodeCheck(search, 1)
+        goals = search.for_trees(search.belief.goals)
+        given = check.views, check.clock, check.position.last_joint, goals
+        *_, value = hop.evaluate_policy(search.args, search.networks.policy, *given)
+        alive = check.known & ~search.tree.ended[:, 1]
+        torch.testing.assert_close(search.tree.value[:, 1][alive], value.flatten()[alive])
 
 
 def test_a_bonus_counts_in_the_tree(monkeypatch):
     """Real steps, imagined ones and those of a search go through shape_reward"""
-    monkeypatch.setattr(
-        hop, "shape_reward", lambda args, config, reward, board, joint: reward + (joint[..., 0] == 4) * 9.0
-    )
+
+    def shape_reward(args, config, reward, board, joint, next_board):
+        stays = (joint[..., 0] == STAY) & (next_board[..., 0] == board[..., 0])
+        return reward + stays * 9.0
+
+    monkeypatch.setattr(hop, "shape_reward", shape_reward)
     *_, searches = play(make_state(search_model="env"), 2)
-    for _, (*_, tree), _ in searches:
-        reached = (tree.edges[:, :-1, 3] > 0).flatten(1).any(1)
-        stayed = (tree.position.last_joint[:, 1:-1, 0] == 4) & (tree.stats[:, 1:-1, 1] != 0)
-        assert reached.any() and stayed.any() and (tree.stats[:, 1:-1, 1][stayed] >= 9).all()
+    for search in searches:
+        tree = search.tree
+        nodes = torch.arange(tree.visits.shape[1] - 1)[1:]
+        reached = (tree.child[:, :-1].flatten(1)[..., None] == nodes).any(1)
+        stayed = reached & (tree.position.last_joint[:, 1:-1, 0] == STAY)
+        reward = tree.reward[:, 1:-1]
+        assert stayed.any() and (reward[stayed] >= 9).all()
+        assert (reached & ~stayed).any() and (reward[reached & ~stayed] < 9).all()
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_payoff_in_the_tree_is_that_of_the_learners_seat(share):
     """All stand at a stag, and who differs in strength gets another share of it"""
-    strengths, trees, games = (1.0, 2.0, 4.0), 3, 8
+    strengths = (1.0, 2.0, 4.0)
+    trees = 3
+    games = 8
     config = dataclasses.replace(CONFIG, strengths=strengths)
     flags = {"search_model": "env", "planner": "one-step", "num_trees": trees, "num_envs": games}
     state = make_state(**flags, share_parameters=share, config=config)
     for p in state.networks.moa.parameters():
         p.data.zero_()  # co-players do anything that is legal
-    position, stag = state.env.state.position, state.env.state.prey_position[:, :1]
+    position = state.games.env.state.position
+    stag = state.games.env.state.prey_position[:, :1]
     position.copy_(stag.expand_as(position))
     *_, searches = play(state, 1)
-    tree, pairs = searches[0][1][3], set()
+    tree = searches[0].tree
+    pairs = set()
     for row in range(3 * games * trees):
         seat = row // (games * trees)
-        node = int(tree.edges[row, 0, 3, HUNT_STAG])
+        node = int(tree.child[row, 0, HUNT_STAG])
         joint = tree.position.last_joint[row, node].tolist()
         party = [strengths[(seat + k) % 3] for k in range(3) if joint[k] == HUNT_STAG]
         expected = 10 * strengths[seat] / sum(party) if len(party) > 1 else 0.0
-        assert tree.stats[row, node, 1].item() == pytest.approx(expected, abs=1e-5)
-        pairs |= {tuple(party)} if len(party) == 2 else set()
+        assert tree.reward[row, node].item() == pytest.approx(expected, abs=1e-5)
+        if len(party) == 2:
+            pairs.add(tuple(party))
     assert len(pairs) == 6, "each seat with each other one"
 
 
@@ -539,29 +853,37 @@ SCALES = {  # the game, and its highest payoff without sign
 
 def path_length(tree, row, node=0):
     """Edges walked from this node on, by all simulations together"""
-    visits, _, _, child = tree.edges[row, node].tolist()
-    return sum(visits) + sum(path_length(tree, row, int(to)) for to in child if to)
+    visits = tree.visits[row, node].sum().item()
+    children = tree.child[row, node].tolist()
+    return visits + sum(path_length(tree, row, child) for child in children if child)
 
 
 @pytest.mark.parametrize(("config", "scale"), SCALES.values(), ids=SCALES)
 def test_each_tree_has_subgoals_of_its_own_and_their_q_are_averaged(config, scale):
     *_, searches = play(make_state(num_trees=3, search_model="env", config=config), 2)
-    for (args, _, _, _, _, _, _, seat, _), (log_probs, _, stats, tree), _ in searches:
+    for search in searches:
+        args = search.args
+        tree = search.tree
+        plan = hop.Plan(*(x.flatten(0, 1) for x in search.plan))
         opponents = tree.opponent_probs[:, 0].unflatten(0, (-1, 3))
         assert (opponents[:, 0] != opponents[:, 1]).any() and (opponents[:, 0] != opponents[:, 2]).any()
-        edges, value = tree.edges[:, 0], tree.stats[:, 0, :1]
-        q = hop.completed_q(edges[:, 0], edges[:, 1], edges[:, 2], value).unflatten(0, (-1, 3)).mean(1)
-        own, legal = edges[::3, 2], edges[::3, 2] > hop.ILLEGAL / 2
-        expected = (args.q_temperature * q / scale + own).masked_fill(~legal, -1e9).log_softmax(1)
-        searched = tree.stats[::3, 0, 2] == 0
-        improved = log_probs.view(seat.numel(), -1)
-        torch.testing.assert_close(improved[searched], expected[searched])
-        gain, kl, depth = stats.view(-1, 3).T
-        surplus = improved.exp() - own.exp()
+        visits = tree.visits[:, 0]
+        q = hop.completed_q(visits, tree.returns[:, 0], tree.log_policy[:, 0], tree.value[:, :1])
+        q = q.unflatten(0, (-1, 3)).mean(1)
+        log_policy = tree.log_policy[::3, 0]
+        legal = legal_actions(log_policy)
+        expected = args.q_temperature * q / scale + log_policy
+        expected = expected.masked_fill(~legal, -1e9).log_softmax(1)
+        searched = ~tree.ended[::3, 0]
+        torch.testing.assert_close(plan.log_probs[searched], expected[searched])
+        torch.testing.assert_close(plan.q, q)
+        assert torch.equal(plan.visits, visits.unflatten(0, (-1, 3)).sum(1))
+        gain, kl, depth = plan.stats.T
+        surplus = plan.log_probs.exp() - log_policy.exp()
         torch.testing.assert_close(gain, (surplus * q).sum(1))
-        ratio = torch.where(legal, improved - own, 0.0).clamp(-50, 50)
-        torch.testing.assert_close(kl, (improved.exp() * ratio).sum(1))
-        lengths = [path_length(tree, row) / args.num_simulations for row in range(len(tree.edges))]
+        ratio = torch.where(legal, plan.log_probs - log_policy, 0.0).clamp(-50, 50)
+        torch.testing.assert_close(kl, (plan.log_probs.exp() * ratio).sum(1))
+        lengths = [path_length(tree, row) / args.num_simulations for row in range(len(visits))]
         torch.testing.assert_close(depth, torch.tensor(lengths).view(-1, 3).mean(1))
 
 
@@ -577,37 +899,38 @@ NUM_TREES = 800
 
 @functools.cache
 def many_trees(name):
-    """A decision of the middle of a game, with many trees of two simulations -> what plan_actions was given, Tree"""
+    """A decision of the middle of a game, with many trees of two simulations -> Search"""
     state = make_state(num_envs=3, **{"search_model": "env", **CO_PLAYERS[name]})
     with torch.no_grad():
         for p in (*state.networks.inference.parameters(), *state.networks.moa.parameters()):
             p.mul_(2)  # else the subgoals of different co-players lead to much the same
     *_, searches = play(state, 3)
-    args, *given, _ = searches[-1][0]
-    args = dataclasses.replace(args, num_trees=NUM_TREES, num_simulations=2)
-    torch.manual_seed(1)
-    return (args, *given), hop.plan_actions(args, *given, silent)[3]
+    search = searches[-1]
+    search.random_state = seeded(1).get_state()
+    return search.run(args=dataclasses.replace(search.args, num_trees=NUM_TREES, num_simulations=2))
 
 
 @pytest.mark.parametrize("name", CO_PLAYERS)
 def test_each_co_player_pursues_its_own_subgoal(name):
     """What the search expects of a co-player at the root: MOA, averaged over the subgoals inferred of that co-player"""
-    (args, env, networks, position, prey, oracle_id, belief, _), tree = many_trees(name)
-    m, games, k = belief.present.shape
-    ours = tree.opponent_probs[:, 0].unflatten(0, (m, games, NUM_TREES)).mean(2)
-    views = hop.entity_views(args, env, position.board, prey)
-    params = belief.params.unflatten(1, (games, k))
+    search = many_trees(name)
+    args = search.args
+    config = search.env.config
+    m, games, k = search.belief.present.shape
+    ours = search.tree.opponent_probs[:, 0].unflatten(0, (m, games, NUM_TREES)).mean(2)
+    views = hop.entity_views(search.env, search.position.board, search.walls)
+    params = search.belief.params.unflatten(1, (games, k))
     expected = torch.zeros(k, *ours.shape)  # [whose subgoal, M, E, K, A]
     torch.manual_seed(2)
     for whose, j in itertools.product(range(k), range(k)):
         noise = hop.goal_noise(args, m, games, NUM_TREES, device=CPU)
         goals = hop.sample_goal(args.goal_kind, params[:, :, whose, None], noise)
         if args.subgoals == "posterior":
-            goals = oracle_id[:, :, whose, None]
+            goals = search.oracle_id[:, :, whose, None]
         draws = goals.shape[2]
-        entities, walls, legal = (x[:, :, 1 + j].repeat_interleave(draws, 1) for x in views)
-        clock = (position.time / env.config.final_time).repeat_interleave(draws, 1)
-        said = networks.moa(entities, walls, clock, goals.flatten(1, 2), legal).detach().exp()
+        board, walls, legal = (x[:, :, 1 + j].repeat_interleave(draws, 1) for x in views)
+        clock = (search.position.time / config.final_time).repeat_interleave(draws, 1)
+        said = search.networks.moa(board, walls, clock, goals.flatten(1, 2), legal).detach().exp()
         expected[whose, :, :, j] = said.unflatten(1, (games, draws)).mean(2)
     own = torch.stack([expected[j, :, :, j] for j in range(k)], 2)
     other = torch.stack([expected[1 - j, :, :, j] for j in range(k)], 2)
@@ -615,18 +938,25 @@ def test_each_co_player_pursues_its_own_subgoal(name):
     torch.testing.assert_close(ours, own, atol=0.1, rtol=0)
 
 
+def places_drawn(tree, node):
+    """[T, K]: the middle of the stretch of [0, 1) of the action that each co-player drew on the way here, minus 1/2:
+    with mean 0, whatever was drawn elsewhere"""
+    parent = (tree.child == node).any(2).int().argmax(1)
+    probs = tree.opponent_probs[torch.arange(len(parent)), parent]  # [T, K, A]
+    action = tree.position.last_joint[:, node, 1:, None]
+    middle = probs.cumsum(2).gather(2, action) - probs.gather(2, action) / 2
+    return middle[..., 0] - 0.5
+
+
 def test_co_players_draw_their_actions_independently():
     """Of each other, in each simulation, tree and decision"""
-    (_, _, _, _, _, _, belief, _), tree = many_trees("discrete")
-    places = []
-    for node in (1, 2):
-        parent = (tree.edges[:, :, 3] == node).any(2).int().argmax(1)
-        probs = tree.opponent_probs[torch.arange(len(parent)), parent]  # [T, K, A]
-        action = tree.position.last_joint[:, node, 1:, None]
-        below = probs.cumsum(2).gather(2, action) - probs.gather(2, action) / 2  # in the middle of its stretch
-        places.append((below[..., 0] - 0.5).unflatten(0, (*belief.present.shape[:2], NUM_TREES)))
-    first, second = places  # [M, E, trees, K], each with mean 0, whatever was drawn elsewhere
-    searched = (tree.stats[:, 0, 2] == 0).unflatten(0, first.shape[:3])[..., None] & belief.present[:, :, None]
+    search = many_trees("discrete")
+    tree = search.tree
+    present = search.belief.present
+    shape = (*present.shape[:2], NUM_TREES)
+    first = places_drawn(tree, 1).unflatten(0, shape)  # [M, E, trees, K]
+    second = places_drawn(tree, 2).unflatten(0, shape)
+    searched = (~tree.ended[:, 0]).unflatten(0, shape)[..., None] & present[:, :, None]
     pairs = {
         "co-players": (first[..., 0], first[..., 1], searched.all(3)),
         "simulations": (first, second, searched),
@@ -636,7 +966,8 @@ def test_co_players_draw_their_actions_independently():
     }
     assert first[searched].std() > 0.15
     for name, (one, other, counts) in pairs.items():
-        one, other = one[counts], other[counts]
+        one = one[counts]
+        other = other[counts]
         correlation = (one * other).mean() / (one.square().mean() * other.square().mean()).sqrt()
         assert counts.sum() > 1000 and correlation.abs() < 0.1, (name, correlation)
 
@@ -645,33 +976,47 @@ def test_gumbel_noise_belongs_to_the_decision():
     """All its trees have the same, drawn so that the first action follows the policy; each decision has its own"""
     state = make_state(num_envs=500, root="gumbel", num_trees=2, num_simulations=1, search_model="env")
     *_, searches = play(state, 1)
-    tree = searches[0][1][3]
+    tree = searches[0].tree
     first = tree.position.last_joint[:, 1, 0].view(-1, 2)
     assert torch.equal(first[:, 0], first[:, 1])
-    probs, order = tree.edges[::2, 0, 2].exp().sort(dim=1, descending=True)
+    probs, order = tree.log_policy[::2, 0].exp().sort(dim=1, descending=True)
     rank = (order == first[:, :1]).int().argmax(1)
     expected = probs.sum(0)
     counts = torch.bincount(rank, minlength=NUM_ACTIONS)
     rare = expected < 20
     expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
     counts = torch.cat([counts[~rare], counts[rare].sum(0, keepdim=True)])
-    assert chi_square_p(counts, expected) > 1e-3 and expected.max() < 0.6 * len(rank)
+    assert chi_square_p(counts, expected) > 1e-3
+    assert expected.max() < 0.6 * len(rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # HOP's belief: stag or hare, by Bayes' rule
 
 
-def likelihoods(state, board, prey_position, time):
-    """[M, n, K, 2, 7] MOA's log-probabilities of each co-player's actions, goal by goal; present [M, n, K]"""
-    k = state.env.config.num_players - 1
-    views = hop.entity_views(state.args, state.env, board, prey_position)
-    entities, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
-    clock = (time / state.env.config.final_time).repeat_interleave(k, 1)
-    goals = [torch.eye(2)[goal].expand(*clock.shape, 2) for goal in range(2)]
-    said = [state.networks.moa(entities, walls, clock, goal, legal) for goal in goals]
-    present = board[:, :, 1 : k + 1].flatten(3).amax(3) > 0
-    return torch.stack(said, 2).detach().unflatten(1, (-1, k)), present
+@torch.no_grad()
+def likelihoods(state, steps, t):
+    """Step t of Transitions -> [M, n, K, 2, 7] MOA's log-probabilities of each co-player's actions, goal by goal;
+    present [M, n, K]"""
+    env = state.games.env
+    players = env.config.num_players
+    k = players - 1
+    board = steps.board[:, t]
+    views = hop.entity_views(env, board, steps.walls[:, t])
+    seen, walls, legal = (x[:, :, 1:].flatten(1, 2) for x in views)
+    clock = (steps.time[:, t] / env.config.final_time).repeat_interleave(k, 1)
+    said = []
+    for goal in torch.eye(2):
+        said.append(state.networks.moa(seen, walls, clock, goal.expand(*clock.shape, 2), legal))
+    present = board[:, :, 1:players] < env.config.num_cells
+    return torch.stack(said, 2).unflatten(1, (-1, k)), present
+
+
+def who_left(steps, config):
+    """bool [M, T, E, N]: who left the board with the step"""
+    before = steps.board[..., : config.num_players] < config.num_cells
+    after = steps.next_board[..., : config.num_players] < config.num_cells
+    return before & ~after
 
 
 def bayes(evidence, prior):
@@ -680,84 +1025,142 @@ def bayes(evidence, prior):
     return [weight / sum(weights) for weight in weights]
 
 
+class BeliefByHand:
+    """About one co-player. HOP's prior is b0 = alpha b0 + (1 - alpha) 1[goal], by what the co-player was seen to take,
+    from 1/2 on; ours 1 and discounted counts, by what it seems to have pursued."""
+
+    def __init__(self, method, discount):
+        self.method = method
+        self.discount = discount
+        self.start = 0.5 if method == "hop" else 1.0
+        self.evidence = np.zeros(2)
+        self.prior = np.full(2, self.start)
+
+    def probs(self):
+        return bayes(self.evidence, np.maximum(self.prior, 1e-6))
+
+    def history(self):
+        return [*self.evidence, *(self.prior - self.start)]
+
+    def saw_action(self, scores):
+        """Log-probabilities of what it did, given either goal"""
+        clamped = np.maximum(scores, -10.0)
+        self.evidence += clamped - clamped.max()
+
+    def saw_prey(self, goal):
+        if self.method == "hop":
+            self.prior = self.discount * self.prior + (1 - self.discount) * np.eye(2)[goal]
+
+    def game_over(self):
+        if self.method == "hop-ours":
+            counts = self.prior - 1 + self.probs()
+            self.prior = 1 + self.discount * counts
+        elif self.discount == 0:
+            self.prior = np.full(2, self.start)
+        self.evidence = np.zeros(2)
+
+
 @pytest.mark.parametrize("method", ["hop", "hop-ours"])
-@pytest.mark.parametrize("remembers", [True, False])
-def test_belief_in_stag_or_hare_by_hand(remembers, method, monkeypatch):
-    """HOP's prior is b0 = alpha b0 + (1 - alpha) 1[goal], by what the co-player was seen to take, from 1/2 on; ours 1
-    and discounted counts, by what it seems to have pursued"""
-    flags = {"inter_episode_belief": remembers, "memory_discount": 0.7, "history_reset_prob": 0.0, "planner": "none"}
-    flags["seats"] = "learner,learner,nearest_stag"
-    state, start, beliefs = make_state(method=method, num_envs=5, **flags), 0.5 if method == "hop" else 1.0, []
+@pytest.mark.parametrize("discount", [0.7, 0.0])
+def test_belief_in_stag_or_hare_by_hand(discount, method, monkeypatch):
+    state = make_state(
+        method=method,
+        num_envs=5,
+        memory_discount=discount,
+        history_reset_prob=0.0,
+        planner="none",
+        seats="learner,learner,nearest_stag",
+    )
     state.networks.moa.params["encoder.table"].data.mul_(30)  # so that some action is as good as impossible
     infer_opponents = hop.infer_opponents
-    monkeypatch.setattr(
-        hop, "infer_opponents", lambda *given: (beliefs.append(infer_opponents(*given)), beliefs[-1])[1]
-    )
-    evidence, prior = np.zeros((2, 5, 2, 2)), np.full((2, 5, 2, 2), start)
+    beliefs = []
+
+    def keep(*given):
+        beliefs.append(infer_opponents(*given))
+        return beliefs[-1]
+
+    monkeypatch.setattr(hop, "infer_opponents", keep)
+    by_hand = {place: BeliefByHand(method, discount) for place in np.ndindex(2, 5, 2)}
     seen = {"left": 0, "clamped": 0, "ends": 0, "stag": 0, "hare": 0, "nothing": 0}
     for _ in range(40):
-        kept = torch.tensor(np.concatenate([evidence, prior - start], 3)).float()
-        torch.testing.assert_close(state.rollout_state["history"], kept, atol=1e-3, rtol=1e-4)
+        kept = torch.tensor([belief.history() for belief in by_hand.values()]).view(2, 5, 2, 4)
+        torch.testing.assert_close(state.games.history, kept.float(), atol=1e-3, rtol=1e-4)
         beliefs.clear()
         steps, outputs, *_ = play(state, 1)
-        believed = beliefs[0].params.exp().view(2, 5, 4)  # before the step
+        believed = beliefs[0].params.exp().view(2, 5, 2, 2)  # before the step
         rough = hop.bayes_posterior(state.args, steps.history[:, 0].float()).exp()  # what metrics are made of
-        torch.testing.assert_close(rough.flatten(2), believed, atol=0.02, rtol=0)
+        torch.testing.assert_close(rough, believed, atol=0.02, rtol=0)
         read = outputs["goals"][:, 0]  # by the policy
-        assert read.shape[2] == 0 if method == "hop" else torch.allclose(read, believed)
-        acts, present = likelihoods(state, steps.board[:, 0], steps.prey_position[:, 0], steps.time[:, 0])
-        for m, e, k in np.ndindex(2, 5, 2):
-            belief = bayes(evidence[m, e, k], prior[m, e, k])
-            assert believed[m, e, 2 * k : 2 * k + 2].tolist() == pytest.approx(belief, abs=1e-4)
-            scores = acts[m, e, k, :, int(steps.joint[m, 0, e, 1 + k])].tolist()
+        if method == "hop":
+            assert read.shape[2] == 0
+        else:
+            torch.testing.assert_close(read, believed.flatten(2))
+        acts, present = likelihoods(state, steps, 0)
+        left = who_left(steps, CONFIG)[:, 0]
+        for (m, e, k), belief in by_hand.items():
+            action = int(steps.joint[m, 0, e, 1 + k])
+            has_left = bool(left[m, e, 1 + k])
+            assert believed[m, e, k].tolist() == pytest.approx(belief.probs(), abs=1e-4)
             if present[m, e, k]:
-                clamped = [max(-10.0, score) for score in scores]
-                evidence[m, e, k] += np.array(clamped) - max(clamped)
-                seen["clamped"] += min(scores) < -10
+                scores = acts[m, e, k, :, action].numpy()
+                belief.saw_action(scores)
+                seen["clamped"] += scores.min() < -10
             else:
                 seen["left"] += 1
-            if steps.exited[m, 0, e, 1 + k]:
-                prey = {HUNT_STAG: 0, HUNT_HARE: 1}[int(steps.joint[m, 0, e, 1 + k])]
-                seen[("stag", "hare")[prey]] += 1
-                if method == "hop":
-                    prior[m, e, k] = 0.7 * prior[m, e, k] + 0.3 * np.eye(2)[prey]
+            if has_left:
+                goal = {HUNT_STAG: 0, HUNT_HARE: 1}[action]
+                belief.saw_prey(goal)
+                seen[("stag", "hare")[goal]] += 1
             if steps.done[m, 0, e]:
-                if method == "hop-ours":
-                    prior[m, e, k] = 1 + 0.7 * (prior[m, e, k] - 1 + bayes(evidence[m, e, k], prior[m, e, k]))
-                prior[m, e, k] = prior[m, e, k] if remembers else start
-                evidence[m, e, k] = 0
-                seen["nothing"] += int(present[m, e, k] and not steps.exited[m, 0, e, 1 + k])
+                belief.game_over()
+                seen["nothing"] += bool(present[m, e, k]) and not has_left
                 seen["ends"] += 1
     assert all(count > 2 for count in seen.values()), seen
 
 
-def test_hop_learns_from_the_prey_that_was_taken():
+def games_in(done):
+    """done bool [T] -> the steps of each game"""
+    first = 0
+    for t, ends in enumerate(done.tolist()):
+        if ends or t == len(done) - 1:
+            yield range(first, t + 1)
+            first = t + 1
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_hop_learns_from_the_prey_that_was_taken(ahead):
+    """In these steps or in those ahead, of which MOA learns nothing else"""
+    length = 9
     state = make_state(method="hop", num_envs=24, planner="none", seats="learner,mixed,nearest_stag")
-    steps, *_ = play(state, 9)
+    steps, *_ = play(state, length + ahead)
     with torch.no_grad():
-        ours = hop.opponent_model_losses(state.args, state.env, state.networks, steps, 0.5)
-    total = games = 0.0
-    kinds = {"stag": 0, "hare": 0, "unknown": 0, "left": 0}
-    columns = (steps.board, steps.prey_position, steps.time)
-    acts, present = zip(*(likelihoods(state, *(x[:, t] for x in columns)) for t in range(9)), strict=True)
+        losses = hop.opponent_model_losses(state.args, state.games.env, state.networks, steps, 0.5, ahead=ahead)
+    said = [likelihoods(state, steps, t) for t in range(length)]
+    left = who_left(steps, CONFIG)
+    means = []  # each game weighs the same
+    seen = {"stag": 0, "hare": 0, "unknown": 0, "left": 0, "taken ahead": 0}
     for e, k in np.ndindex(24, 2):
-        first = 0
-        for t in range(9):
-            if not steps.done[0, t, e] and t < 8:
+        actions = steps.joint[0, :, e, 1 + k].tolist()
+        for game in games_in(steps.done[0, :, e]):
+            if game.start >= length:
                 continue
-            game, first = range(first, t + 1), t + 1
-            prey = [int(steps.joint[0, u, e, 1 + k]) for u in game if steps.exited[0, u, e, 1 + k]]
-            if not prey:
-                kinds["unknown"] += 1
+            taken_at = [t for t in game if left[0, t, e, 1 + k]]
+            if not taken_at:
+                seen["unknown"] += 1
                 continue
-            goal = {HUNT_STAG: 0, HUNT_HARE: 1}[prey[0]]
-            kinds["stag" if goal == 0 else "hare"] += 1
-            counted = [u for u in game if present[u][0, e, k]]
-            kinds["left"] += len(game) - len(counted)
-            losses = [-float(acts[u][0, e, k, goal, int(steps.joint[0, u, e, 1 + k])]) for u in counted]
-            total, games = total + sum(losses) / len(losses), games + 1  # each game weighs the same
-    assert all(count > 2 for count in kinds.values()), kinds
-    assert ours["moa"].item() == pytest.approx(total / games, rel=1e-4) and torch.equal(ours["moa"], ours["loss"])
+            goal = {HUNT_STAG: 0, HUNT_HARE: 1}[actions[taken_at[0]]]
+            inside = [t for t in game if t < length]
+            counted = [t for t in inside if said[t][1][0, e, k]]
+            seen[("stag", "hare")[goal]] += 1
+            seen["left"] += len(inside) - len(counted)
+            seen["taken ahead"] += taken_at[0] >= length
+            errors = [-float(said[t][0][0, e, k, goal, actions[t]]) for t in counted]
+            means.append(np.mean(errors))
+    if not ahead:
+        del seen["taken ahead"]
+    assert all(count > 2 for count in seen.values()), seen
+    assert losses["moa"].item() == pytest.approx(np.mean(means), rel=1e-4)
+    assert torch.equal(losses["moa"], losses["loss"])
 
 
 def test_hop_reads_the_state_alone():
@@ -765,30 +1168,35 @@ def test_hop_reads_the_state_alone():
     for method, changes in (("hop", False), ("hop-ours", True)):
         state = make_state(method=method, planner="none", num_envs=3)
         steps, outputs, *_ = play(state, 4)
-        views = hop.entity_views(state.args, state.env, steps.board[:, 3], steps.prey_position[:, 3])
-        given = state.args, state.networks.policy, views, steps.time[:, 3] / CONFIG.final_time
-        said = [
-            hop.evaluate_policy(*given, last_joint, goals)[2:]
-            for last_joint, goals in (
-                (steps.last_joint[:, 3], outputs["goals"][:, 3]),
-                (6 - steps.last_joint[:, 3], 1 - outputs["goals"][:, 3]),
-            )
-        ]
-        assert all(torch.equal(*pair) != changes for pair in zip(*said, strict=True))
+        last_joint = steps.last_joint[:, 3]
+        goals = outputs["goals"][:, 3]
+        views = hop.entity_views(state.games.env, steps.board[:, 3], steps.walls[:, 3])
+        situation = state.args, state.networks.policy, views, steps.time[:, 3] / CONFIG.final_time
+        *_, log_probs, value = hop.evaluate_policy(*situation, last_joint, goals)
+        *_, other_log_probs, other_value = hop.evaluate_policy(*situation, 6 - last_joint, 1 - goals)
+        assert torch.equal(log_probs, other_log_probs) != changes
+        assert torch.equal(value, other_value) != changes
+
+
+def make_batch(state, steps, outputs):
+    samples = hop.real_samples(state.args, state.args.config, steps, outputs)
+    return hop.make_ppo_batch(state.args, samples, real=True)
 
 
 def test_hop_values_are_learned_from_monte_carlo_returns():
     config = dataclasses.replace(CONFIG, time_reward=-0.1)
     state = make_state(method="hop", num_envs=12, planner="none", config=config)
     steps, outputs, *_ = play(state, 14)
-    batch = hop.make_ppo_batch(state.args, hop.real_samples(state.args, config, steps, outputs), real=True)
-    returns, compared = batch["returns"].view(3, 14, 12), 0
+    returns = make_batch(state, steps, outputs)["returns"].view(3, 14, 12)
+    left = who_left(steps, config)
+    present = steps.board[..., 0] < config.num_cells
+    compared = 0
     for m, e in np.ndindex(3, 12):
         expected = None  # from the end of the rollout on, as long as the game does not end
         for t in reversed(range(14)):
-            if steps.done[m, t, e] or steps.exited[m, t, e, 0]:
+            if steps.done[m, t, e] or left[m, t, e, 0]:
                 expected = 0.0
-            if expected is not None and steps.board[m, t, e, 0].any():
+            if expected is not None and present[m, t, e]:
                 expected = float(steps.reward[m, t, e]) + state.args.gamma * expected
                 assert returns[m, t, e].item() == pytest.approx(expected, abs=1e-4)
                 compared += 1
@@ -808,88 +1216,127 @@ def test_learners_play_what_they_searched(changes):
     steps, outputs, _, searches = play(state, 8)
     moved = 0.0
     assert len(searches) == 8
-    for t, (_, (log_probs, played, stats, _), _) in enumerate(searches):
-        assert torch.equal(outputs["log_probs"][:, t], log_probs) and torch.equal(outputs["search"][:, t], stats)
-        assert (played.gather(2, steps.joint[:, t, :, :1].long()) > 0).all()
-        own, value = state.networks.policy(outputs["inputs"][:, t], outputs["legal"][:, t])
+    for t, search in enumerate(searches):
+        plan = search.plan
+        legal = outputs["legal"][:, t]
+        assert torch.equal(outputs["log_probs"][:, t], plan.log_probs)
+        assert torch.equal(outputs["played"][:, t], plan.played)
+        assert torch.equal(outputs["visits"][:, t], plan.visits)
+        assert torch.equal(outputs["q"][:, t], plan.q)
+        assert torch.equal(outputs["search"][:, t], plan.stats)
+        assert torch.equal(search.position.board, steps.board[:, t])
+        assert (plan.played.gather(2, steps.joint[:, t, :, :1].long()) > 0).all()
+        assert (plan.played[~legal] == 0).all() and (plan.visits[~legal] == 0).all(), "only legal actions are played"
+        assert (plan.log_probs.exp()[~legal] == 0).all()
+        own_log_probs, value = state.networks.policy(outputs["inputs"][:, t], legal)
         torch.testing.assert_close(outputs["value"][:, t], value)
-        moved += (own.exp() - log_probs.exp()).abs().sum(2).max().item()
-        assert (log_probs.exp()[~outputs["legal"][:, t]] == 0).all(), "only legal actions are played"
+        moved += (own_log_probs.exp() - plan.log_probs.exp()).abs().sum(2).max().item()
     assert moved > 1
-    batch = hop.make_ppo_batch(state.args, hop.real_samples(state.args, CONFIG, steps, outputs), real=True)
-    torch.testing.assert_close(
-        batch["log_prob"], outputs["log_probs"].gather(3, steps.joint[..., :1].long()).flatten(1)
-    )
-    assert torch.equal(batch["distilled"], hop.learner_mask(CONFIG, steps.board).float().flatten(1))
+    batch = make_batch(state, steps, outputs)
+    action = steps.joint[..., :1].long()
+    torch.testing.assert_close(batch["log_prob"], outputs["log_probs"].gather(3, action).flatten(1))
+    present = steps.board[..., 0] < CONFIG.num_cells
+    assert torch.equal(batch["distilled"], present.float().flatten(1))
+
+
+def test_nobody_searches_who_only_watches_or_has_no_planner():
+    watched = make_state()
+    watched.games = watched.watched
+    for state in (watched, make_state(planner="none")):
+        _, outputs, _, searches = play(state, 3)
+        assert not searches
+        assert outputs.keys() == {"inputs", "legal", "log_probs", "goals", "value"}
 
 
 def learned(state, batch, **changes):
     """Copies of the policy's weights after ppo_update, and the metrics"""
     args = dataclasses.replace(state.args, **changes)
-    policy, kept = state.networks.policy, {k: p.clone() for k, p in state.networks.policy.state_dict().items()}
+    policy = state.networks.policy
+    before = {name: p.clone() for name, p in policy.state_dict().items()}
+    optimizer = hop.make_optimizer(policy.parameters(), args.learning_rate)
     torch.manual_seed(9)
-    metrics = hop.ppo_update(args, policy, hop.make_optimizer(policy.parameters(), args.learning_rate), batch)
+    metrics = hop.ppo_update(args, policy, optimizer, batch)
     after = {name: p.clone() for name, p in policy.state_dict().items()}
-    policy.load_state_dict(kept)
+    policy.load_state_dict(before)
     return after, metrics
 
 
 def real_batch(state, num_steps=8):
     steps, outputs, *_ = play(state, num_steps)
-    return hop.make_ppo_batch(state.args, hop.real_samples(state.args, CONFIG, steps, outputs), real=True)
+    return make_batch(state, steps, outputs)
+
+
+def weighted_mean(x, weight):
+    return (x * weight).sum(1) / weight.sum(1)
 
 
 def cross_entropy(state, batch):
     with torch.no_grad():
         log_probs, _ = state.networks.policy(batch["inputs"], batch["legal"])
     loss = -(batch["log_probs"].exp() * log_probs.clamp(min=-50)).sum(2)
-    return (loss * batch["weight"]).sum(1) / batch["weight"].sum(1)
+    return weighted_mean(loss, batch["weight"])
 
 
 @pytest.mark.parametrize("script", [hop, ppo])
-@pytest.mark.parametrize("clip_vloss", [True, False])
-def test_the_clipped_value_loss_is_cleanrls(clip_vloss, script):
+def test_the_value_loss_is_that_of_the_samples_that_the_critic_reads(script):
     generator = seeded(2)
-    newvalue, returns, value = torch.randn(3, 2, 50, generator=generator)
-    zeros, ones = torch.zeros(2, 50), torch.ones(2, 50)
-    mb = {"inputs": zeros, "legal": zeros, "action": zeros.long(), "log_prob": zeros, "log_probs": zeros[..., None]}
-    mb |= {"advantage": zeros, "returns": returns, "value": value, "weight": ones, "real": ones, "distilled": zeros}
-    mb["critic_weight"] = (torch.rand(2, 50, generator=generator) < 0.7).float()
-    args = dataclasses.replace(script.make_args("ppo", "cpu"), clip_vloss=clip_vloss, clip_coef=0.3)
-    loss, metrics = script.ppo_loss(args, lambda inputs, legal: (torch.zeros(2, 50, 7), newvalue), mb)
+    new_value, returns, old_value = torch.randn(3, 2, 50, generator=generator)
+    zeros = torch.zeros(2, 50)
+    ones = torch.ones(2, 50)
+    minibatch = {
+        "inputs": zeros,
+        "legal": zeros,
+        "action": zeros.long(),
+        "log_prob": zeros,
+        "log_probs": zeros[..., None],
+        "advantage": zeros,
+        "returns": returns,
+        "value": old_value,
+        "weight": ones,
+        "critic_weight": (torch.rand(2, 50, generator=generator) < 0.7).float(),
+        "distilled": zeros,
+        "real": ones,
+    }
+    args = script.make_args("ppo", "cpu", ent_coef=0.0)
+    loss, metrics = script.ppo_loss(args, lambda inputs, legal: (torch.zeros(2, 50, 7), new_value), minibatch)
     for m in range(2):
-        counts = mb["critic_weight"][m] > 0
-        new, target, old = newvalue[m][counts], returns[m][counts], value[m][counts]
-        v_loss_unclipped = (new - target) ** 2
-        v_clipped = old + torch.clamp(new - old, -0.3, 0.3)
-        v_loss_max = torch.max(v_loss_unclipped, (v_clipped - target) ** 2)
-        expected = 0.5 * (v_loss_max if clip_vloss else v_loss_unclipped).mean()
-        torch.testing.assert_close(metrics["value_loss"][m], expected)
+        counts = minibatch["critic_weight"][m] > 0
+        error = new_value[m][counts] - returns[m][counts]
+        expected = 0.5 * error.square().mean()
+        torch.testing.assert_close(metrics["losses/value_loss"][m], expected)
         torch.testing.assert_close(loss[m], args.vf_coef * expected)
-        assert (v_loss_max > v_loss_unclipped).any() and (v_loss_max == v_loss_unclipped).any()
 
 
-ONCE = {"update_epochs": 1, "num_minibatches": 1, "learning_rate": 1e-12}
+ONCE = {"update_epochs": 1, "num_minibatches": 1}
+NO_STEP = {**ONCE, "learning_rate": 1e-12}
+
+
+def same_weights(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_policy_learns_what_the_search_found():
     state = make_state(num_envs=16)
     batch = real_batch(state)
     before = cross_entropy(state, batch)
-    _, metrics = learned(state, batch, **ONCE)
-    for name in ("policy_loss", "distill"):
-        torch.testing.assert_close(metrics[f"losses/{name}"], before)
+    _, metrics = learned(state, batch, **NO_STEP)
+    torch.testing.assert_close(metrics["losses/policy_loss"], before)
+    torch.testing.assert_close(metrics["losses/distill"], before)
     after, _ = learned(state, batch, update_epochs=30, ent_coef=0.0, learning_rate=3e-3)
     state.networks.policy.load_state_dict(after)
     probs = batch["log_probs"].exp()
-    entropy = -(probs * probs.clamp(min=1e-30).log()).sum(2) * batch["weight"]
-    assert ((cross_entropy(state, batch) - before) < -0.3 * (before - entropy.sum(1) / batch["weight"].sum(1))).all()
+    entropy = weighted_mean(-(probs * probs.clamp(min=1e-30).log()).sum(2), batch["weight"])
+    assert (cross_entropy(state, batch) - before < -0.3 * (before - entropy)).all()
     # What PPO would read changes nothing, even where the action was one that the search hardly ever plays.
-    nonsense = {"advantage": -batch["advantage"] + 100, "action": torch.zeros_like(batch["action"])}
-    nonsense["log_prob"] = torch.full_like(batch["log_prob"], -200.0)
-    other, metrics = learned(state, batch | nonsense)
+    nonsense = {
+        **batch,
+        "advantage": -batch["advantage"] + 100,
+        "action": torch.zeros_like(batch["action"]),
+        "log_prob": torch.full_like(batch["log_prob"], -200.0),
+    }
+    other, metrics = learned(state, nonsense)
     same, _ = learned(state, batch)
-    assert all(torch.equal(other[name], same[name]) for name in same)
+    assert same_weights(other, same)
     assert all(value.isfinite().all() for value in metrics.values())
 
 
@@ -897,50 +1344,61 @@ def test_ppo_compares_with_what_was_played_by():
     state = make_state(num_envs=8, policy_loss="ppo")
     batch = real_batch(state)
     assert (batch["distilled"] == 0).all()
-    _, metrics = learned(state, batch, **ONCE)
+    _, metrics = learned(state, batch, **NO_STEP)
     with torch.no_grad():
-        own, _ = state.networks.policy(batch["inputs"], batch["legal"])
+        log_probs, _ = state.networks.policy(batch["inputs"], batch["legal"])
     weight = batch["weight"]
-
-    def mean(x):
-        return (x * weight).sum(1) / weight.sum(1)
-
-    log_ratio = (own - batch["log_probs"]).gather(2, batch["action"].long()[..., None])[..., 0]
+    action = batch["action"].long()[..., None]
+    log_ratio = (log_probs - batch["log_probs"]).gather(2, action)[..., 0]
     ratio = log_ratio.exp()
-    advantage = batch["advantage"] - mean(batch["advantage"])[:, None]
-    advantage = advantage / (mean(advantage.square()).sqrt()[:, None] + 1e-8)
+    advantage = batch["advantage"] - weighted_mean(batch["advantage"], weight)[:, None]
+    deviation = weighted_mean(advantage.square(), weight).sqrt()
+    advantage = advantage / (deviation[:, None] + 1e-8)
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    torch.testing.assert_close(metrics["losses/policy_loss"], -mean(gain), atol=1e-4, rtol=1e-4)
-    assert (metrics["losses/approx_kl"] > 1e-3).all() and (metrics["losses/distill"] == 0).all()
+    torch.testing.assert_close(metrics["losses/policy_loss"], -weighted_mean(gain, weight), atol=1e-4, rtol=1e-4)
+    assert (metrics["losses/approx_kl"] > 1e-3).all()
+    assert (metrics["losses/distill"] == 0).all()
+
+
+NO_MODELS = {"wm_updates": 0, "subgoal_updates": 0}  # are trained
 
 
 def test_imagined_samples_are_never_distilled(monkeypatch):
-    state, seen, ppo_update = make_state(imagination=True, ppo_real_ratio=0.2), [], hop.ppo_update
-    state.horizon.fill_(4)
-    monkeypatch.setattr(hop, "ppo_update", lambda *given: (seen.append(given[3]), ppo_update(*given))[1])
-    hop.train_iteration(state, False, False)
-    batch, real = seen[0], seen[0]["real"] > 0
+    state = make_state(imagination=True, ppo_real_ratio=0.2, **NO_MODELS)
+    ppo_update = hop.ppo_update
+    batches = []
+
+    def keep(args, policy, optimizer, batch):
+        batches.append(batch)
+        return ppo_update(args, policy, optimizer, batch)
+
+    monkeypatch.setattr(hop, "ppo_update", keep)
+    hop.train_iteration(state)
+    batch = batches[0]
+    real = batch["real"] > 0
     assert (batch["weight"][~real] > 0).any() and (batch["distilled"][~real] == 0).all()
     assert torch.equal(batch["distilled"][real], batch["weight"][real]) and batch["weight"][real].any()
-    once = {"num_minibatches": 1, "update_epochs": 1}
-    changed = batch | {"advantage": torch.where(real, batch["advantage"], -batch["advantage"])}
-    ours, other = learned(state, batch, **once)[0], learned(state, changed, **once)[0]
-    assert any((ours[name] != other[name]).any() for name in ours if "actor" in name), "PPO still learns from them"
-    changed = batch | {"advantage": torch.where(real, 100.0, batch["advantage"])}
-    other = learned(state, changed, **once)[0]
-    assert all(torch.equal(ours[name], other[name]) for name in ours), "without a look at what is distilled"
+    after, _ = learned(state, batch, **ONCE)
+    changed = {**batch, "advantage": torch.where(real, batch["advantage"], -batch["advantage"])}
+    other, _ = learned(state, changed, **ONCE)
+    actor = [name for name in after if "actor" in name]
+    assert any((after[name] != other[name]).any() for name in actor), "PPO still learns from them"
+    changed = {**batch, "advantage": torch.where(real, 100.0, batch["advantage"])}
+    other, _ = learned(state, changed, **ONCE)
+    assert same_weights(after, other), "without a look at what is distilled"
 
 
-def test_search_metrics_count_only_learners_on_the_board(monkeypatch):
-    state, rollout, seen = make_state(num_envs=32), hop.rollout, []
-    monkeypatch.setattr(hop, "rollout", lambda *given, **rest: seen.append(rollout(*given, **rest)) or seen[-1])
-    hop.train_iteration(state, False, False)
-    (steps, outputs, _), metrics = seen[0], state.metrics.read()
-    present = steps.board[:, :, :, 0].flatten(3).amax(3) > 0
+def test_search_metrics_count_only_learners_on_the_board():
+    state = make_state(num_envs=32, **NO_MODELS)
+    samples = hop.train_iteration(state)
+    metrics = state.metrics.read()
+    present = samples["transitions"].board[..., 0] < CONFIG.num_cells
     assert not present.all()
     for i, name in enumerate(("gain", "kl", "depth")):
-        expected = [float(outputs["search"][m, ..., i][present[m]].mean()) for m in range(3)]
-        assert metrics[f"search/{name}"].tolist() == pytest.approx(expected, rel=1e-4) and min(expected) > 0
+        stats = samples["outputs"]["search"][..., i]
+        expected = [float(stats[m][present[m]].mean()) for m in range(3)]
+        assert metrics[f"search/{name}"].tolist() == pytest.approx(expected, rel=1e-4)
+        assert min(expected) > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -951,40 +1409,53 @@ def run(run_dir, script=hop, **changes):
     return script.main(make_args(script, run_dir=str(run_dir), **changes))
 
 
+def rows_of(final):
+    """What the run logged that returned this, without times"""
+    return without_times(lines_of(Path(final["checkpoint"]).parent))
+
+
 @pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_without_search_it_has_the_other_scripts_defaults(method, device):
-    ours, theirs = (vars(script.make_args(method, device)) for script in (hop, ppo))
-    assert ours["planner"] == "none" and {k: ours[k] for k in theirs if k != "exp_name"} == {
-        k: v for k, v in theirs.items() if k != "exp_name"
-    }
+    ours = vars(hop.make_args(method, device))
+    theirs = vars(ppo.make_args(method, device))
+    assert ours["planner"] == "none"
+    for name in theirs.keys() - {"exp_name"}:
+        assert ours[name] == theirs[name], name
 
 
 def test_defaults_of_the_methods_that_search():
     for method in ("hopplus-mcts", "hop", "hop-ours"):
         args = hop.make_args(method, "cpu")
-        assert (args.num_envs, args.total_timesteps, args.imagination_horizon, args.subgoal_period) == (
-            64,
-            80_000,
-            8,
-            1,
-        )
-        assert args.planner == "mcts" and not args.imagination and hop.validate(args)
-    assert (args.num_trees, args.search_model, args.search_prior, args.subgoals, args.goal_dim) == (
-        5,
-        "env",
-        0,
-        "bayes",
-        2,
-    )
-    published = {"subgoals": "hop", "pretraining_updates": 0, "offline_ratio": 0.0, "gae_lambda": 1.0, "ent_coef": 0.0}
-    published |= {"history_reset_prob": 0.0, "method": "hop"}
-    assert dataclasses.asdict(hop.make_args("hop", "cpu")) == dataclasses.asdict(args) | published
-    assert {name: getattr(hop.make_args("hop-ours", "cpu"), name) for name in published} == {
-        **{"subgoals": "bayes", "pretraining_updates": 200, "offline_ratio": 0.5, "gae_lambda": 0.95, "ent_coef": 0.03},
-        **{"history_reset_prob": 0.1, "method": "hop-ours"},
+        assert args.num_envs == 64
+        assert args.total_timesteps == 80_000
+        assert args.imagination_horizon == 8
+        assert args.subgoal_updates == 2
+        assert args.planner == "mcts"
+        assert not args.imagination
+        assert hop.validate(args)
+    ours = hop.make_args("hop-ours", "cpu")
+    assert ours.num_trees == 5
+    assert ours.search_model == "env"
+    assert ours.search_prior == 0
+    assert (ours.subgoals, ours.goal_kind, ours.goal_dim) == ("bayes", "discrete", 2)
+    assert ours.pretraining_updates == 200
+    assert ours.offline_ratio == 0.5
+    assert ours.gae_lambda == 0.95
+    assert ours.ent_coef == 0.03
+    assert ours.history_reset_prob == 0.1
+    published = {
+        "method": "hop",
+        "subgoals": "hop",
+        "pretraining_updates": 0,
+        "offline_ratio": 0.0,
+        "gae_lambda": 1.0,
+        "ent_coef": 0.0,
+        "history_reset_prob": 0.0,
     }
-    assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts" and hop.make_args().exp_name == "hopplus_mcts"
+    assert hop.make_args("hop", "cpu") == dataclasses.replace(ours, **published)
+    assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts"
+    assert hop.make_args().exp_name == "hopplus_mcts"
 
 
 SHORT = {"num_steps": 4, "total_timesteps": 32, "pretraining_updates": 2, "num_simulations": 4}  # two iterations
@@ -992,84 +1463,133 @@ SHORT = {"num_steps": 4, "total_timesteps": 32, "pretraining_updates": 2, "num_s
 
 def test_without_search_it_is_the_other_script(tmp_path):
     flags = {**TINY, **SHORT, "method": "hopplus"}
-    shared = {name: value for name, value in flags.items() if name not in ("num_simulations", "num_trees")}
     ours = hop.main(hop.make_args(**flags, run_dir=str(tmp_path / "ours")))
-    theirs = ppo.main(ppo.make_args(**shared, run_dir=str(tmp_path / "theirs")))
-    rows = [without_times(lines_of(Path(found["checkpoint"]).parent)) for found in (ours, theirs)]
-    for row in rows[0]:
+    del flags["num_simulations"], flags["num_trees"]
+    theirs = ppo.main(ppo.make_args(**flags, run_dir=str(tmp_path / "theirs")))
+    rows = rows_of(ours)
+    for row in rows:
         assert row.pop("losses/distill") == 0
-    assert rows[0] == rows[1] and len(rows[0]) == 2
+    assert rows == rows_of(theirs) and len(rows) == 2
 
 
 VARIANTS = {
-    "one-step, actions": {"planner": "one-step", "subgoals": "actions", "goal_kind": "discrete"},
-    "gumbel, oracle": {"root": "gumbel", "num_trees": 1, "search_model": "env",
-                       "subgoals": "oracle", "seats": "learner,mixed,random"},
-    "in the tree, imagined": {"infer_in_tree": True, "imagination": True, "policy_loss": "ppo", "ppo_real_ratio": 0.5,
-                              "imagined_goals": "prior"},
-    "hop": {"method": "hop", "num_seeds": 2, "seats": "learner,learner,nearest_stag"},
-    "hop, ours": {"method": "hop-ours", "seats": "learner,learner,nearest_stag"},
-    "no subgoals, walls": {"subgoals": "none", "share_parameters": True,
-                           "config": StagHuntConfig(4, 5, 3, num_hares=2, max_wall_pieces=2, final_time=6)},
-}  # fmt: skip
+    "one-step, actions": {
+        "planner": "one-step",
+        "subgoals": "actions",
+        "goal_kind": "discrete",
+    },
+    "gumbel, oracle": {
+        "root": "gumbel",
+        "num_trees": 1,
+        "search_model": "env",
+        "subgoals": "oracle",
+        "seats": "learner,mixed,random",
+    },
+    "in the tree, imagined": {
+        "infer_in_tree": True,
+        "imagination": True,
+        "policy_loss": "ppo",
+        "ppo_real_ratio": 0.5,
+        "imagined_goals": "prior",
+    },
+    "hop": {
+        "method": "hop",
+        "num_seeds": 2,
+        "seats": "learner,learner,nearest_stag",
+    },
+    "hop, ours": {
+        "method": "hop-ours",
+        "seats": "learner,learner,nearest_stag",
+    },
+    "no subgoals, walls": {
+        "subgoals": "none",
+        "share_parameters": True,
+        "config": WALLS,
+    },
+}
 
 
 @pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"])
 def test_models_are_made_where_something_reads_them(subgoals):
     inferred = subgoals in ("actions", "inferred", "bayes", "hop")
-    for planner, model, imagination in itertools.product(("mcts", "one-step", "none"), ("env", "world-model"), (0, 1)):
-        args = make_args(subgoals=subgoals, planner=planner, search_model=model, imagination=bool(imagination))
-        networks = hop.make_networks(args, CONFIG, [1], CPU)
+    planners = ("mcts", "one-step", "none")
+    models = ("env", "world-model")
+    for planner, model, imagination in itertools.product(planners, models, (False, True)):
+        args = make_args(subgoals=subgoals, planner=planner, search_model=model, imagination=imagination)
         searches = planner != "none"
-        for stacked in (networks.prior, networks.inference, networks.moa, networks.moa_prior):
-            assert (stacked is not None) == (inferred or searches or bool(imagination))
-        assert (networks.world is not None) == ((searches and model == "world-model") or bool(imagination))
+        expected = {"policy"}
+        if inferred or searches or imagination:
+            expected |= {"prior", "inference", "moa"}
+        if (searches and model == "world-model") or imagination:
+            expected.add("world")
+        assert hop.make_networks(args, [1], CPU).present().keys() == expected
+        if "moa" in expected:
+            expected.add("moa_prior")
+        assert hop.make_networks(args, [1], CPU, pretraining=True).present().keys() == expected
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_variants_run_and_log_what_the_search_does(changes, tmp_path):
-    found = run(tmp_path, **SHORT, **changes)
-    rows = lines_of(Path(found["checkpoint"]).parent)
+    final = run(tmp_path, **SHORT, **changes)
+    rows = lines_of(Path(final["checkpoint"]).parent)
     phases = {"select", "expand", "infer_subgoals", "moa", "network", "backup", "rollout"}
+    one_step = changes.get("planner") == "one-step"
+    by_ppo = changes.get("policy_loss") == "ppo"
     for row in rows:
-        assert {f"time/{name}" for name in phases} <= row.keys() and {"search/gain", "search/kl"} <= row.keys()
-        depth, one_step = row["search/depth"], changes.get("planner") == "one-step"
+        assert {f"time/{name}" for name in phases} <= row.keys()
+        assert "search/gain" in row
+        depth = row["search/depth"]
         assert depth == pytest.approx(1) if one_step else 1 <= depth <= 4
-        assert row["search/kl"] >= 0 and (row["losses/distill"] == 0) == (changes.get("policy_loss") == "ppo")
+        assert row["search/kl"] >= 0
+        assert (row["losses/distill"] == 0) == by_ppo
     assert len(rows) == 2
 
 
 def test_hop_sees_no_rule_based_games(tmp_path, monkeypatch):
-    pretrain, called = hop.pretrain, []
-    monkeypatch.setattr(hop, "pretrain", lambda *given: (called.append(given[0].method), pretrain(*given))[1])
-    flags = SHORT | {"total_timesteps": 16, "learning_rate": 1e-12, "subgoal_learning_rate": 1e-12}
+    pretrain = hop.pretrain
+    pretrained = []
+
+    def keep(args, *given):
+        pretrained.append(args.method)
+        return pretrain(args, *given)
+
+    monkeypatch.setattr(hop, "pretrain", keep)
+    flags = {
+        **SHORT,
+        "total_timesteps": 16,
+        "learning_rate": 1e-12,
+        "subgoal_learning_rate": 1e-12,
+        "pretraining_updates": 0,
+    }
     for method in ("hop", "hop-ours"):
-        given = {"method": method, "pretraining_updates": 0} | ({} if method == "hop" else {"offline_ratio": 0.5})
-        found = run(tmp_path / method, **flags | given)
-        state = torch.load(found["checkpoint"])["states"][0]
+        watches = method == "hop-ours"
+        final = run(tmp_path / method, method=method, **flags)
+        state = torch.load(final["checkpoint"])["states"][0]
         moa = state["networks"]["moa"]["encoder.table"]
-        assert ("offline_replay" in state) == (method == "hop-ours")
+        assert ("watched" in state) == watches
         alike = torch.allclose(moa[0], moa[1])
-        assert alike == (method == "hop-ours"), "each learner has its own MOA from the start, or a copy of one"
-    assert called == ["hop-ours"]
+        assert alike == watches, "each learner has its own MOA from the start, or a copy of one"
+    assert pretrained == ["hop-ours"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "hop"}], ids=["hopplus-mcts", "hop"])
 def test_resumed_run_is_the_same_bit_for_bit(changes, tmp_path, monkeypatch):
-    save_checkpoint = hop.save_checkpoint
+    save = Run.save
 
-    def keep_all(path, content):
-        save_checkpoint(path, content)
+    def keep_all(run, content):
+        save(run, content)
+        path = run.folders[0] / "checkpoint.pt"
         shutil.copy(path, path.with_name(f"checkpoint_{content['iteration']}.pt"))
 
-    monkeypatch.setattr(hop, "save_checkpoint", keep_all)
-    folder = Path(run(tmp_path, **SHORT | {"total_timesteps": 48}, save_seconds=0.0, **changes)["checkpoint"]).parent
-    rows, last = lines_of(folder), torch.load(folder / "checkpoint.pt")["states"]
-    hop.main(hop.make_args(device="cpu", resume=str(folder / "checkpoint_1.pt")))
-    assert without_times(lines_of(folder)) == without_times(rows) and len(rows) == 3
-    flat = [torch.utils._pytree.tree_flatten(x)[0] for x in (last, torch.load(folder / "checkpoint.pt")["states"])]
-    assert len(flat[0]) > 50
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat, strict=True))
+    monkeypatch.setattr(Run, "save", keep_all)
+    final = run(tmp_path, **{**SHORT, "total_timesteps": 48}, save_seconds=0.0, **changes)
+    path = Path(final["checkpoint"])
+    rows = rows_of(final)
+    states = torch.load(path)["states"]
+    hop.main(hop.make_args(device="cpu", resume=str(path.with_name("checkpoint_1.pt"))))
+    assert rows_of(final) == rows and len(rows) == 3
+    assert len(torch.utils._pytree.tree_leaves(states)) > 50
+    assert same_tree(torch.load(path)["states"], states)
 
 
 REFUSED = [
@@ -1098,10 +1618,52 @@ def test_flags_of_imagination_do_not_matter_to_those_who_do_not_imagine():
     hop.validate(make_args(ppo_real_ratio=0.0, imagination_horizon=10**6, imagined_goals="prior", offline_ratio=0.0))
 
 
+FUSED_WAYS = {
+    "puct, in the tree": {"infer_in_tree": True},
+    "gumbel, rules": {"root": "gumbel", "search_model": "env", "imagination": True},
+}
+
+
+def test_fused_functions_are_looked_up_when_they_are_called(monkeypatch):
+    """--compile puts others in their places: nobody keeps those that were there before"""
+    called = set()
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(*given, **named):
+            called.add(function.__name__)
+            return function(*given, **named)
+
+        return call
+
+    for function in hop.FUSED:
+        monkeypatch.setattr(hop, function.__name__, counted(function))
+    for changes in FUSED_WAYS.values():
+        hop.train_iteration(make_state(**NO_MODELS, **changes))
+    assert called == {function.__name__ for function in hop.FUSED}
+    functions = [x for x in vars(hop).values() if inspect.isfunction(x)]
+    defaults = [default for function in functions for default in function.__defaults__ or ()]
+    assert not any(callable(default) for default in defaults)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("changes", FUSED_WAYS.values(), ids=FUSED_WAYS)
+def test_a_compiled_search_plays_the_same_games(changes, tmp_path):
+    flags = {**SHORT, "device": "cuda", "precision": "fp32", "total_timesteps": 16, **changes}
+    plain = run(tmp_path / "plain", **flags)
+    try:
+        fast = run(tmp_path / "fast", compile=True, **flags)
+    finally:
+        hop.fuse(False)
+    assert fast["charts/episodic_return"] == plain["charts/episodic_return"]
+    for name in ("search/gain", "search/kl", "search/depth", "losses/distill", "losses/value_loss"):
+        assert fast[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("changes", [{}, {"method": "hop", "root": "gumbel"}], ids=["hopplus-mcts", "hop"])
 def test_captured_iterations_equal_eager_ones(changes, tmp_path):
     flags = {"device": "cuda", "precision": "fp32", "total_timesteps": 160, **changes}
-    found = [run(tmp_path / str(graphs), cudagraphs=graphs, **flags) for graphs in (False, True)]
-    rows = [without_times(lines_of(Path(x["checkpoint"]).parent)) for x in found]
-    assert rows[0] == rows[1]
+    eager = run(tmp_path / "eager", cudagraphs=False, **flags)
+    captured = run(tmp_path / "captured", cudagraphs=True, **flags)
+    assert rows_of(eager) == rows_of(captured)
