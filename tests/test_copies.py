@@ -16,10 +16,26 @@ OWN = {  # each script has its own
     *("resume_run", "save_run", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search
-    *("DEFAULTS", "MODELS_ON_CPU", "PPO", "PPO_OMG", "FUSED"),
-    *("Games", "OpponentBelief", "goal_size", "imagine", "infer_opponents", "make_networks", "needs_models"),
-    *("make_ppo_batch", "opponent_model_losses", "ppo_loss", "rollout", "train_iteration"),
-    *("policy_inputs", "update_history", "history_after_game"),
+    "DEFAULTS",
+    "FUSED",
+    "Games",
+    "MODELS_ON_CPU",
+    "OpponentBelief",
+    "PPO",
+    "PPO_OMG",
+    "goal_size",
+    "history_after_game",
+    "imagine",
+    "infer_opponents",
+    "make_networks",
+    "make_ppo_batch",
+    "needs_models",
+    "opponent_model_losses",
+    "policy_inputs",
+    "ppo_loss",
+    "rollout",
+    "train_iteration",
+    "update_history",
 }
 
 
