@@ -491,26 +491,32 @@ def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
     return np.where(reached.any(0), played, np.nan)
 
 
-def main(args: Args) -> dict[str, float]:
-    """-> score by mode and set"""
-    run = args.run
-    config = run.args.config
-    sets = co_player_sets(args)
-    rounds = args.steps // args.every
-    quarter = rounds // 4
-    final_time = config.final_time
-    highest = max(config.payoffs())
+def check_flags(args: Args) -> None:
+    """Refuses what could not be played or written"""
+    final_time = args.run.args.config.final_time
     searching = {"search", "both"} & set(args.modes)
+    quarter = args.steps // args.every // 4
     whole = args.steps % args.every == 0 and quarter * args.every >= final_time
     game.refuse(not args.modes, "--modes names none")
     game.refuse(not whole, f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
-    if searching and run.planner == "none":
+    if searching and args.run.planner == "none":
         raise game.UserError(f"--modes {max(searching)}: nobody searches without a script's -- --planner mcts")
     start = results_path(args)
     runs.check_writable(*(f"{start}{end}" for end in (".csv", "_repetitions.csv", "_curve.csv", ".png")))
-    modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
-    per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
-    iterations = math.ceil(args.best_response_steps / per_iteration) if args.references else 0
+
+
+def main(args: Args) -> dict[str, float]:
+    """-> score by mode and set"""
+    run = args.run
+    sets = co_player_sets(args)
+    check_flags(args)
+    rounds = args.steps // args.every
+    modes = args.modes
+    iterations = 0
+    if args.references:
+        modes = ("random", "Bayes hunter", *modes)
+        per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
+        iterations = math.ceil(args.best_response_steps / per_iteration)
     print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
     seeds = args.best_response_seeds
     print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
@@ -534,13 +540,37 @@ def main(args: Args) -> dict[str, float]:
     print(f"about {seconds / 60:.1f} minutes to go on {run.device}", flush=True)
     for _ in tqdm(range(rounds - warm_up), desc="adaptation", unit="round", leave=False):
         play_all()
-    for mode, found in metrics.items():
-        for k, key in enumerate(sets if found else ()):
-            shown = {name: x.float().reshape(len(sets), -1)[k].mean() for name, x in found.items() if name in SHOWN}
-            print(f"{mode}, {key}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()))
+    print_metrics(sets, metrics)
     curves = {name: np.reshape(curve, (rounds, len(sets), -1, 2)) for name, curve in curves.items()}
-    last = {name: curve[-quarter:].sum(0) for name, curve in curves.items()}  # [sets, repetitions, 2]
-    scores = {name: x[..., 0] / x[..., 1] for name, x in last.items()}
+    best = None
+    if args.references:
+        *_, best = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
+    return summarise(args, sets, curves, imagined, metrics, best)
+
+
+def print_metrics(sets: dict, metrics: dict[str, dict]) -> None:
+    for mode, of_mode in metrics.items():
+        if not of_mode:
+            continue
+        for k, key in enumerate(sets):
+            texts = []
+            for name, x in of_mode.items():
+                if name in SHOWN:
+                    mean = x.float().reshape(len(sets), -1)[k].mean()
+                    texts.append(f"{name} {mean:.3f}")
+            print(f"{mode}, {key}: " + ", ".join(texts))
+
+
+def summarise(args: Args, sets: dict, curves: dict, imagined: dict, metrics: dict, best) -> dict[str, float]:
+    """curves {name: [rounds, sets, repetitions, 2]}, imagined {mode: returns [sets * repetitions] of each round}, best:
+    what best_responses yields at last, or None. Prints and writes the scores. -> score by mode and set"""
+    run = args.run
+    config = run.args.config
+    quarter = args.steps // args.every // 4
+    scores = {}
+    for name, curve in curves.items():
+        last = curve[-quarter:].sum(0)  # [sets, repetitions, 2]
+        scores[name] = last[..., 0] / last[..., 1]
     # The last quarter was played with the weights of one round earlier.
     imagined = {mode: np.mean(x[-quarter - 1 : -1], 0).reshape(len(sets), -1) for mode, x in imagined.items()}
     repetition = np.arange(args.repetitions)
@@ -550,29 +580,38 @@ def main(args: Args) -> dict[str, float]:
     for name, score in scores.items():
         clusters = seed if name in args.modes else repetition  # nobody trained the others
         table[name] = [interval(cluster_means(row, clusters)) for row in score]
-    if args.references:
-        *_, (held_out, best) = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
-        table["best response"] = [interval(row) for row in best]
+    if best is not None:
+        held_out, returns = best
+        table["best response"] = [interval(row) for row in returns]
         more["best response chosen"] = held_out.argmax(1) + 1
         more |= {f"best response {k + 1} held-out": column for k, column in enumerate(held_out.T)}
-    for mode, found in imagined.items():
-        mean = np.array([np.mean(cluster_means(row, seed)) for row in found])
+    for mode, returns in imagined.items():
+        mean = np.array([np.mean(cluster_means(row, seed)) for row in returns])
         real = np.array([mean for mean, _ in table[mode]])
-        more |= {f"{mode} imagined mean": mean, f"{mode} warning": (mean - real > FAR_ABOVE * highest).astype(int)}
+        too_high = mean - real > FAR_ABOVE * max(config.payoffs())
+        more[f"{mode} imagined mean"] = mean
+        more[f"{mode} warning"] = too_high.astype(int)
         changed = metrics[mode]["policy changed"].float().reshape(len(sets), -1).mean(1)
-        for k in np.flatnonzero(more[f"{mode} warning"]):
-            returns = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
-            print(f"warning: {mode}, {list(sets)[k]}: {returns}, new weights in {changed[k]:.0%} of the repetitions")
+        for k in np.flatnonzero(too_high):
+            texts = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
+            print(f"warning: {mode}, {list(sets)[k]}: {texts}, new weights in {changed[k]:.0%} of the repetitions")
     for name in args.modes:
         goal = 0.9 * np.array([mean for mean, _ in table[name]])
         more[f"{name} games to 90 %"] = games_until(curves[name], goal) / args.games_at_once
-    by_repetition = {"seed": run.checkpoint["args"]["seed"] + seed, "seat": repetition % config.num_players}
-    by_repetition = {name: np.broadcast_to(x, (len(sets), args.repetitions)) for name, x in by_repetition.items()}
-    by_repetition |= scores | {f"{mode} imagined": x for mode, x in imagined.items()}
+    shape = (len(sets), args.repetitions)
+    by_repetition = {
+        "seed": np.broadcast_to(run.checkpoint["args"]["seed"] + seed, shape),
+        "seat": np.broadcast_to(repetition % config.num_players, shape),
+        **scores,
+        **{f"{mode} imagined": x for mode, x in imagined.items()},
+    }
     write_results(args, list(sets), table, more, by_repetition, curves)
-    for name in [name for name in args.modes if name != "frozen" and "frozen" in scores]:
-        gains = [mean_text(*interval(cluster_means(row, seed))) for row in scores[name] - scores["frozen"]]
-        print(f"{name} minus frozen: " + ", ".join(f"{key} {gain}" for key, gain in zip(sets, gains, strict=True)))
+    for name in args.modes:
+        if name != "frozen" and "frozen" in scores:
+            gains = []
+            for key, row in zip(sets, scores[name] - scores["frozen"], strict=True):
+                gains.append(f"{key} {mean_text(*interval(cluster_means(row, seed)))}")
+            print(f"{name} minus frozen: " + ", ".join(gains))
     for name in args.modes:
         games = [f"{key} {number:.0f}" for key, number in zip(sets, more[f"{name} games to 90 %"], strict=True)]
         print(f"{name}, games until a round reached 90 % of the score: " + ", ".join(games))
@@ -589,17 +628,27 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     repetitions]}, curves {name: [rounds, sets, repetitions, 2]}"""
     start = results_path(args)
     normalised = [name for name in table if name not in ("random", "best response")]
-    parts = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
-    rows = [["co_players", *parts, *(f"{name} normalised" for name in normalised), *more]]
+    columns = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
+    columns += [f"{name} normalised" for name in normalised]
+    rows = [["co_players", *columns, *more]]
     print(f"return over the last quarter of {args.steps} steps (normalised: random 0, best response 1)")
     print(" " * 42 + "".join(name.rjust(22) for name in table))
     for k, key in enumerate(sets):
         low, high = (table[name][k][0] if name in table else math.nan for name in ("random", "best response"))
-        norms = {name: (table[name][k][0] - low) / (high - low) if high != low else math.nan for name in normalised}
-        found = [value for name in table for value in table[name][k]]
-        rows.append([key, *found, *norms.values(), *(column[k] for column in more.values())])
-        texts = (mean_text(*table[name][k]) + (f" ({norms[name]:.2f})" if name in norms else "") for name in table)
-        print(key.ljust(42) + "".join(text.rjust(22) for text in texts))
+        means = []
+        norms = []
+        line = key.ljust(42)
+        for name, by_set in table.items():
+            mean, half = by_set[k]
+            means += [mean, half]
+            text = mean_text(mean, half)
+            if name in normalised:
+                norm = (mean - low) / (high - low) if high != low else math.nan
+                norms.append(norm)
+                text += f" ({norm:.2f})"
+            line += text.rjust(22)
+        rows.append([key, *means, *norms, *(column[k] for column in more.values())])
+        print(line)
     repetitions = [["co_players", "repetition", *by_repetition]]
     for (k, key), r in itertools.product(enumerate(sets), range(args.repetitions)):
         repetitions.append([key, r, *(f"{column[k, r]:.6g}" for column in by_repetition.values())])
@@ -610,7 +659,8 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     for k, (key, axis) in enumerate(zip(sets, axes[0], strict=True)):
         for name, curve in curves.items():
             total, games = np.moveaxis(curve[:, k].sum(1), 1, 0)  # [rounds]
-            steps, mean = (np.arange(len(total)) + 1) * args.every, total / np.maximum(games, 1)
+            steps = (np.arange(len(total)) + 1) * args.every
+            mean = total / np.maximum(games, 1)
             axis.plot(steps, mean, label=name)
             points += [[key, name, *pair] for pair in zip(steps, mean, strict=True)]
         axis.set(title=key, xlabel="steps")

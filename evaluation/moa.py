@@ -6,9 +6,11 @@ past by Bayes' rule, among the players of --population (of a learner: its own pr
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from evaluation.runs import ROOT, Run, Seated, check_decisions, game, play, write_csv
 
 import matplotlib.style

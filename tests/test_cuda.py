@@ -1,9 +1,9 @@
 """On a GPU: the same game as on the CPU, captured and compiled too; the same training; no step waits for the host."""
 
-import sys
 from pathlib import Path
 
 import hopplus_ppo as hop
+from evaluation import adapt
 from stag_hunt_env import (
     ALL_SEATS,
     PLAYER_PROBS,
@@ -20,9 +20,6 @@ from stag_hunt_env import (
 import pytest
 import torch
 from helpers import TINY_FLAGS, lines_of, mixed_actions, random_kinds, same_tree, seeded, without_times
-
-sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
-import adapt
 
 pytestmark = pytest.mark.cuda
 

@@ -199,6 +199,7 @@ def test_a_tool_names_all_that_it_calls_of_a_script(tool):
     if tool is inspector:
         named |= set(subgoals.NEEDS)
     assert called <= named, called - named
+    assert "setattr" not in text, "nothing of a script is replaced"
     assert not re.search(r"import (.*, )?evaluate\b|from evaluation\.evaluate\b", text)
 
 

@@ -3,11 +3,11 @@
 import copy
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import hopplus_ppo as hop
+from evaluation import adapt
 from stag_hunt_env import STAY, Run
 
 import pytest
@@ -15,10 +15,6 @@ import torch
 from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree
 from test_imagination import TrueWorld, wrong
 from tiny_hopplus import make_args, make_state, play, train, watch_networks
-
-sys.path.insert(0, str(Path(hop.__file__).resolve().parent / "evaluation"))
-
-import adapt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What each flag changes
