@@ -368,7 +368,7 @@ def logged(script: str) -> dict[str, set[str]]:
         if script in TRAINING:
             changes = {"num_simulations": 2} if script == "hopplus_mcts.py" else {}
             method = "hopplus-mcts" if changes else "hopplus"
-            flags = TINY | changes | {"num_pictures": 1, "log_details": True, "run_dir": folder}
+            flags = TINY | changes | {"run_dir": folder}
             MODULES[script].main(MODULES[script].make_args(method, "cpu", **flags))
         else:
             small = {
@@ -397,19 +397,14 @@ def metric_table(page: str, heading: str) -> set[str]:
 
 @pytest.mark.parametrize("script", TRAINING)
 def test_the_tables_of_metrics_are_complete(script):
-    details = MODULES[script].DETAILS
-    tables = [metric_table("docs/hopplus_ppo.md", "## Logged metrics")]
-    hidden = metric_table("docs/hopplus_ppo.md", "### With `--log-details`")
+    table = metric_table("docs/hopplus_ppo.md", "## Logged metrics")
     if script == "hopplus_mcts.py":
-        tables.append(metric_table("docs/hopplus_mcts.md", "## Logged metrics"))
-    shown, tags = set.union(*tables), logged(script)["scalars"]
-    assert all(details.match(tag.replace("/k", "/2")) for tag in hidden) and not any(map(details.match, shown))
-    for tag in sorted(tags - {"final_return"}):
-        table = hidden if details.match(tag) else shown
+        table |= metric_table("docs/hopplus_mcts.md", "## Logged metrics")
+    tags = logged(script)["scalars"] - {"final_return"}
+    for tag in sorted(tags):
         assert any(matches(documented, tag) for documented in table), f"{tag} is logged, but not documented"
-    for documented in shown | hidden:
+    for documented in table:
         silent = documented.startswith("imagined/") and script == "hopplus_mcts.py"  # it does not imagine
-        silent |= documented.startswith("per_agent/imagined") and script == "hopplus_mcts.py"
         found = any(matches(documented, tag) for tag in tags)
         assert found or silent, f"{documented} is documented, but not logged"
 
