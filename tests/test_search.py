@@ -1649,7 +1649,7 @@ def test_fused_functions_are_looked_up_when_they_are_called(monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.parametrize("changes", FUSED_WAYS.values(), ids=FUSED_WAYS)
 def test_a_compiled_search_plays_the_same_games(changes, tmp_path):
-    flags = {**SHORT, "device": "cuda", "precision": "fp32", "total_timesteps": 16, **changes}
+    flags = {**SHORT, "device": "cuda", "precision": "fp32", "num_steps": 8, **changes}  # so that games end
     plain = run(tmp_path / "plain", **flags)
     try:
         fast = run(tmp_path / "fast", compile=True, **flags)
