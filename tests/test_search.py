@@ -800,19 +800,20 @@ def test_a_bonus_counts_in_the_tree(monkeypatch):
     """Real steps, imagined ones and those of a search go through shape_reward"""
 
     def shape_reward(args, config, reward, board, joint, next_board):
-        stays = (joint[..., 0] == STAY) & (next_board[..., 0] == board[..., 0])
-        return reward + stays * 9.0
+        moves = (joint[..., 0] < STAY) & (next_board[..., 0] != board[..., 0])
+        return reward + moves * 9.0
 
     monkeypatch.setattr(hop, "shape_reward", shape_reward)
     *_, searches = play(make_state(search_model="env"), 2)
     for search in searches:
         tree = search.tree
-        nodes = torch.arange(tree.visits.shape[1] - 1)[1:]
-        reached = (tree.child[:, :-1].flatten(1)[..., None] == nodes).any(1)
-        stayed = reached & (tree.position.last_joint[:, 1:-1, 0] == STAY)
-        reward = tree.reward[:, 1:-1]
-        assert stayed.any() and (reward[stayed] >= 9).all()
-        assert (reached & ~stayed).any() and (reward[reached & ~stayed] < 9).all()
+        rows, parent, action = tree.child[:, :-1].nonzero(as_tuple=True)
+        node = tree.child[rows, parent, action]
+        cell = tree.position.board[..., 0]
+        moved = (action < STAY) & (cell[rows, node] != cell[rows, parent])
+        reward = tree.reward[rows, node]
+        assert moved.any() and (reward[moved] >= 9).all()
+        assert not moved.all() and (reward[~moved] < 9).all()
 
 
 @pytest.mark.parametrize("share", [True, False])
