@@ -12,7 +12,8 @@ actions (MOA) and the world, and learn from imagined rollouts.
 Axes: S seeds, E games per seed, B = S*E games, N players, P prey, M learners, T steps, A actions, D subgoal,
 K co-players, n rows of any kind. What a learner reads or predicts about players is in its ego order: itself first.
 A board is uint8 [N + P]: the cell of each player and of each prey, H*W for what is not there.
-`docs/hopplus_ppo.md` explains every metric, `docs/editing.md` shows five edits.
+The loop on one page is `train_iteration`, near the end: begin there. `docs/hopplus_ppo.md` explains every metric,
+`docs/editing.md` shows five edits.
 """
 
 import collections
@@ -72,6 +73,7 @@ PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it hol
 PRETRAINED_KEYS = {"must_match": dict, "networks": dict}
 MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds")  # when a run is resumed
 PICTURES = 10  # how often in a run histograms go to TensorBoard
+MOA_STRIDE = 8  # MOA is measured on every 8th step
 
 # ---- Arguments. The class defaults are those of HOP+ on a GPU; DEFAULTS has the others.
 
@@ -293,7 +295,10 @@ def validate(args: Args) -> StagHuntConfig:
     if needs_models(args):
         both = 0 < args.offline_ratio < 1  # games of either kind in a batch
         refuse(args.subgoal_hidden < 2, "--subgoal-hidden must be 2 or more")
-        for name in ("subgoal_batch_size", "wm_batch_size"):
+        batch_sizes = ["subgoal_batch_size"]
+        if args.imagination:
+            batch_sizes.append("wm_batch_size")
+        for name in batch_sizes:
             too_small = both and getattr(args, name) < 2
             refuse(too_small, f"--offline-ratio needs {game.flag(name)} 2 or more, or 0 or 1")
     else:
@@ -817,7 +822,8 @@ def entity_views(env: StagHuntEnv, board, walls, num_views: int | None = None):
 
 
 class OpponentBelief(NamedTuple):
-    """What a learner holds about its K co-players at one step; n*K rows: co-player by co-player"""
+    """What a learner holds about its K co-players at one step. Of n*K rows, row i*K + k is about
+    co-player k in row i"""
 
     goals: torch.Tensor  # [M, n, K*D] for the policy
     params: torch.Tensor  # [M, n*K, _] q_phi's distributions
@@ -830,7 +836,7 @@ class OpponentBelief(NamedTuple):
 
 def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, oracle_id) -> OpponentBelief:
     """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden],
-    oracle_id [M, n, K, D]"""
+    oracle_id [M, n, K, D] (nothing, [M, n, 0], where nobody is told)"""
     m, n, k = history.shape[:3]
     board, walls, legal = co_players(views)
     features = networks.inference(board, walls, method="encoder")
@@ -1013,7 +1019,7 @@ class Transitions(NamedTuple):
     done: torch.Tensor  # bool: the game ended with the step
     history: torch.Tensor  # bfloat16 [..., K, 2 * hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
-    oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely (--subgoals oracle, posterior)
+    oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely; [..., 0] where nobody is told
 
 
 def exited(config: StagHuntConfig, board, next_board) -> torch.Tensor:
@@ -1031,8 +1037,8 @@ def learner_mask(config: StagHuntConfig, board) -> torch.Tensor:
 
 def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint, next_board):
     """The learner's reward for a step, real or imagined: the place for a bonus of your own. reward
-    [...] from the game, boards uint8 [..., N + P] before and after the step (cell = row * width +
-    column), joint action [..., N] -> [...]"""
+    [...] from the game; boards uint8 [..., N + P] before and after the step, the learner first
+    (cell = row * width + column; take .long() before you subtract); joint action [..., N] -> [...]"""
     return reward
 
 
@@ -1071,7 +1077,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
     config = env.config
     infer = infer or infer_opponents
     reset_prob = args.history_reset_prob if history_decay(args) else 0.0
-    measured = min(num_steps, 8)  # MOA is measured on every 8th step
+    moa_stride = min(num_steps, MOA_STRIDE)
     steps, outputs, values = [], [], []
     episodes, probabilities = [], []
     for step in range(num_steps + 1):
@@ -1094,7 +1100,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         if step == num_steps:
             break
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
-        if networks.moa is not None and (step + 1) % measured == 0:
+        if networks.moa is not None and (step + 1) % moa_stride == 0:
             probabilities.append({"probs": probs, "bayes_probs": seats.posterior_probs()})
         actions = game.sample(probs)
         joint = seats.to_learners(env.seats_to_ego(actions))
@@ -1218,12 +1224,12 @@ def hindsight_goals(args: Args, env, networks, selection: str, windows: Transiti
     prior, of T steps"""
     steps = goals.shape[1]
     ends = present.shape[1]
-    clock = torch.arange(ends, device=present.device)
-    now = clock[:steps, None]
+    index = torch.arange(ends, device=present.device)  # of a step
+    now = index[:steps, None]
     same = same_game(done)[:, :steps] & present[:, None]  # [M, T, U, G, K]
     if selection == "final":
-        ahead = same & (clock >= now)[..., None, None]
-        chosen = torch.where(ahead, clock[:, None, None], -1).amax(2)  # [M, T, G, K]
+        ahead = same & (index >= now)[..., None, None]
+        chosen = torch.where(ahead, index[:, None, None], -1).amax(2)  # [M, T, G, K]
         has_goal = chosen >= 0
     else:
         later = now + torch.arange(1, args.subgoal_horizon + 1, device=present.device)  # [T, h]
@@ -1231,9 +1237,9 @@ def hindsight_goals(args: Args, env, networks, selection: str, windows: Transiti
         valid = same[:, now, inside] & (later < ends)[..., None, None]  # [M, T, h, G, K]
         candidates = goal_mean(args.goal_kind, prior)[:, inside]  # [M, T, h, G, K, D]
         value = candidate_values(args, env, networks, windows, goals, candidates)
-        value = value if selection == "conservative" else -value
-        lowest = torch.where(valid, value, math.inf).argmin(2)
-        chosen = (now[..., None] + 1 + lowest).clamp(max=ends - 1)
+        score = value if selection == "conservative" else -value
+        steps_ahead = 1 + torch.where(valid, score, math.inf).argmin(2)
+        chosen = (now[..., None] + steps_ahead).clamp(max=ends - 1)
         has_goal = valid.any(2)
     chosen = torch.where(has_goal, chosen, now[..., None])[..., None]  # else the present state
     return prior.gather(1, chosen.expand(*chosen.shape[:4], prior.shape[4]))
@@ -1259,25 +1265,29 @@ def candidate_values(args: Args, env, networks, windows: Transitions, goals, can
 
 
 def moa_subgoals(args: Args, windows: Transitions, posterior, goal, hindsight, eps):
-    """What MOA reads in training [M, n, D]: q_phi's draw `goal` [M, n, D] of this step or, as a
-    subgoal outlasts a step, every second time of an earlier one of the game; in a share eps f_psi's
+    """What MOA reads in training [M, n, D]: q_phi's draw `goal` [M, n, D]; in a share eps f_psi's
     in hindsight [M, n, _]"""
     if args.subgoals in GIVEN:
         return windows.oracle_id.flatten(1, 3)
     if args.subgoals == "actions":
         return goal_mean(args.goal_kind, posterior)
-    device = goal.device
-    steps = windows.done.shape[1]
-    goal = goal.unflatten(1, (*windows.done.shape[1:], -1))  # [M, T, G, K, D]
-    now = torch.arange(steps, device=device).view(1, -1, 1, 1)
-    age = now - same_game(windows.done).byte().argmax(2)  # since the game or the window began
-    back = torch.rand(goal.shape[:-1], device=device) * (age + 1)
-    back = back * (torch.rand(goal.shape[:-1], device=device) < 0.5)
+    goal = earlier_goals(windows.done, goal)
+    use_hindsight = torch.rand(*goal.shape[:2], 1, device=goal.device) < eps
+    return torch.where(use_hindsight, goal_mean(args.goal_kind, hindsight), goal)
+
+
+def earlier_goals(done, goal):
+    """A subgoal outlasts a step: every second time that of a step drawn among those of the game so
+    far, in step 3 of a game 0, 1, 2 or 3. done [M, T, G], goal [M, n, D] -> [M, n, D]"""
+    steps = done.shape[1]
+    goal = goal.unflatten(1, (*done.shape[1:], -1))  # [M, T, G, K, D]
+    now = torch.arange(steps, device=goal.device).view(1, -1, 1, 1)
+    age = now - same_game(done).byte().argmax(2)  # since the game or the window began
+    back = torch.rand(goal.shape[:-1], device=goal.device) * (age + 1)
+    back = back * (torch.rand(goal.shape[:-1], device=goal.device) < 0.5)
     earlier = F.one_hot(now - back.long(), steps).float()
     # A product, as the gradient of gather differs run by run.
-    goal = torch.einsum("mtgku,mugkd->mtgkd", earlier, goal).flatten(1, 3)
-    use_hindsight = torch.rand(*goal.shape[:2], 1, device=device) < eps
-    return torch.where(use_hindsight, goal_mean(args.goal_kind, hindsight), goal)
+    return torch.einsum("mtgku,mugkd->mtgkd", earlier, goal).flatten(1, 3)
 
 
 def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pretraining=False, ahead: int = 0):
@@ -1285,21 +1295,21 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
     co-players' steps that count; `loss` is their sum: MOA's cross-entropy, reconstruction, KL(q_phi
     || f_psi(s^g)); in pretraining also f_psi's. ahead: so many more steps follow, in which games
     may go on and co-players may reach their subgoals"""
-    whole = windows
-    windows = tree_map(lambda x: x[:, : x.shape[1] - ahead], whole)
+    with_future = windows
+    windows = tree_map(lambda x: x[:, : x.shape[1] - ahead], with_future)
     rows = encode_history(args, env, networks, windows)
     shape = rows.history.shape[:-1]  # [M, T, G, K]
     history = rows.history.flatten(1, 3)
     posterior = networks.inference(rows.features, history)
-    board, walls, _ = co_players(entity_views(env, whole.board.flatten(1, 2), whole.walls.flatten(1, 2)))
-    present = (board[..., 0] < env.config.num_cells).view(*whole.done.shape, -1)
+    board, walls, _ = co_players(entity_views(env, with_future.board.flatten(1, 2), with_future.walls.flatten(1, 2)))
+    present = (board[..., 0] < env.config.num_cells).view(*with_future.done.shape, -1)
     with torch.set_grad_enabled(pretraining and torch.is_grad_enabled()):
         prior = networks.prior(board, walls)
     selection = args.subgoal_selection if args.subgoals == "inferred" and not pretraining else "final"
     with torch.no_grad():
         goals = goal_mean(args.goal_kind, posterior).view(*shape, -1)
         priors = prior.view(*present.shape, -1)
-        hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present, whole.done)
+        hindsight = hindsight_goals(args, env, networks, selection, windows, goals, priors, present, with_future.done)
         hindsight = hindsight.flatten(1, 3)
     noise = goal_noise(args, *posterior.shape[:2], device=env.device)
     goal = sample_goal(args.goal_kind, posterior, noise)
@@ -1316,13 +1326,15 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
         losses["loss"] = losses["moa"] + losses["recon"] + args.kl_coef * losses["kl"]
     if pretraining:
         prior = prior[:, : posterior.shape[1]]
-        losses["loss"] += prior_loss(args, env, networks, rows, windows, prior, weight)
+        f_psi_loss = prior_loss(args, env, networks, rows, windows, prior, weight)
+        losses["loss"] = losses["loss"] + f_psi_loss
     return losses
 
 
 def row_weights(done, present):
-    """[M, n]: each co-player's game weighs the same, else those who wander about to the end drown
-    those who go for their prey. done [M, T, G], present bool [M, T, G, K]"""
+    """[M, n]: 0 where a co-player has left. Each co-player's game weighs the same, else those who
+    wander about to the end drown those who go for their prey. done [M, T, G], present bool
+    [M, T, G, K]"""
     steps_in_game = (same_game(done) & present[:, None]).sum(2)
     return (present / steps_in_game.clamp(min=1)).flatten(1)
 
@@ -1456,23 +1468,23 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     right [M], metrics [M]"""
     config = args.config
     stride = math.ceil(transitions.done.shape[2] / 1024)
-    games = tree_map(lambda x: x[:, : args.imagination_horizon, ::stride], transitions)
-    board = games.board[:, 0]
-    valid = exact = paid = torch.ones_like(games.done[:, 0])
+    played = tree_map(lambda x: x[:, : args.imagination_horizon, ::stride], transitions)
+    board = played.board[:, 0]
+    valid = exact = paid = torch.ones_like(played.done[:, 0])
     trusted, metrics = [], {}
-    for k in range(games.done.shape[1]):
-        valid = valid & learner_mask(config, games.board[:, k])
+    for k in range(played.done.shape[1]):
+        valid = valid & learner_mask(config, played.board[:, k])
         board, reward = predict_step(
-            config, networks.world, board, games.walls[:, k], games.joint[:, k], games.seat[:, k]
+            config, networks.world, board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
         )
         predicted = payoff_errors(config, reward).argmin(-1)
-        exact = exact & (board == games.next_board[:, k]).all(2)
-        paid = paid & (payoff_errors(config, games.reward[:, k]).argmin(-1) == predicted)
+        exact = exact & (board == played.next_board[:, k]).all(2)
+        paid = paid & (payoff_errors(config, played.reward[:, k]).argmin(-1) == predicted)
         metrics[f"wm/exact_match/{k + 1}"] = masked_mean(exact, valid)
         metrics[f"wm/payoff_match/{k + 1}"] = masked_mean(paid, valid)
         right = (exact & paid & valid).sum(1)
         trusted.append(right >= args.trust_exact_match * valid.sum(1))  # without a game too
-        valid = valid & ~games.done[:, k]
+        valid = valid & ~played.done[:, k]
     horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
     metrics["wm/horizon"] = horizon.float()
     unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
@@ -1643,7 +1655,8 @@ def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Te
     return mean_over_updates(updates)
 
 
-# ---- Logging. Metrics are tensors on the device, [M] per learner, until MetricSums.read.
+# ---- Logging. Metrics are tensors on the device, [M] per learner (games/: [S, N]), until
+# MetricSums.read. One of your own: metrics["my/name"] = x in train_iteration.
 
 
 def episode_metrics(seats: game.Seats, episodes: dict) -> dict[str, torch.Tensor]:
@@ -1678,7 +1691,7 @@ def moa_metrics(args: Args, games: Games, networks: Networks, transitions: Trans
     best that can be known: their own probabilities (ceiling), and for rule-based players what
     follows from their past (bayes) -> [M]"""
     env = games.env
-    stride = min(transitions.done.shape[1], 8)
+    stride = min(transitions.done.shape[1], MOA_STRIDE)
     steps = tree_map(lambda x: x[:, stride - 1 :: stride].flatten(1, 2), transitions)
     views = entity_views(env, steps.board, steps.walls)
     clock = steps.time / env.config.final_time
@@ -2076,7 +2089,8 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
         for name, optimizer in optimizers.items():  # falls along a cosine
             rate = rates[name] * 0.5 * (1 + math.cos(math.pi * number / rounds))
             optimizer.param_groups[0]["lr"].fill_(rate)
-        updates = args.pretraining_updates // rounds
+        updates = args.pretraining_updates * (number + 1) // rounds
+        updates -= args.pretraining_updates * number // rounds
         if number == 0 and updates > 0:
             learn()
             updates -= 1
@@ -2112,15 +2126,16 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     args = state.args
     env = state.games.env
     real_ratio = args.ppo_real_ratio or 0.5  # 0: as many as there would be real ones
-    real_steps = args.num_steps * state.games.last_joint.shape[1]
-    steps = real_steps * (1 - real_ratio) / real_ratio
-    windows = math.ceil(steps / args.imagination_horizon / args.num_steps)
-    rule_based = 0.0
+    real_samples = args.num_steps * state.games.last_joint.shape[1]
+    samples_wanted = real_samples * (1 - real_ratio) / real_ratio
+    num_windows = math.ceil(samples_wanted / args.imagination_horizon / args.num_steps)
+    num_windows = max(num_windows, 1)
+    offline_share = 0.0
     if args.imagined_goals == "prior":
-        rule_based = 0.5
-        windows = max(windows, 2)  # one of each kind
+        offline_share = 0.5
+        num_windows = max(num_windows, 2)  # one of each kind
     offline = state.watched.replay if state.watched is not None else None
-    windows = sample_replays(state.games.replay, offline, rule_based, max(windows, 1), window=1)
+    windows = sample_replays(state.games.replay, offline, offline_share, num_windows, window=1)
     start = replayed_states(args, env, state.networks, windows)
     start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
     mask = learner_mask(env.config, start.board)
@@ -2143,7 +2158,8 @@ def train_iteration(state: TrainState) -> dict:
         metrics |= moa_metrics(args, state.games, networks, transitions, episodes)
     if networks.world is not None:  # on fresh steps, before they are trained on
         horizon, match = measure_horizon(args, networks, transitions)
-        state.horizon.copy_(horizon)
+        anybody = learner_mask(env.config, transitions.board[:, 0]).any(1)
+        state.horizon.copy_(torch.where(anybody, horizon, state.horizon))  # else nothing was measured
         metrics |= match
     timer.record("measure")
 
@@ -2325,6 +2341,7 @@ def main(args: Args) -> dict[str, float]:
         last_save = time.time()
         asked = False
         rows = [{}]
+        pictures = PICTURES * iteration // num_iterations  # drawn so far
         while iteration < num_iterations and not asked:
             decay = 0.9 * args.anneal_lr * iteration / num_iterations
             learning_rate = args.learning_rate * (1 - decay)
@@ -2365,10 +2382,10 @@ def main(args: Args) -> dict[str, float]:
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
                 save_run(run, args, state, iteration, seconds)
                 last_save = time.time()
-            before = iteration - args.log_every
-            due = PICTURES * iteration // num_iterations > PICTURES * before // num_iterations
-            if run is not None and due:
+            pictures_due = PICTURES * iteration // num_iterations
+            if run is not None and pictures_due > pictures:
                 add_histograms(run, samples, step)
+            pictures = pictures_due
             began = time.time() - seconds  # pictures and checkpoints are no training
         if run is not None and iteration == num_iterations and rows[0]:
             run.add_hparams([{"final_return": row["charts/episodic_return"]} for row in rows])

@@ -701,3 +701,19 @@ def test_losses_are_means_over_all_updates(monkeypatch):
     for metric, name in names.items():
         torch.testing.assert_close(found[metric], torch.stack([x[name].detach() for x in seen]).mean(0))
     assert len(seen) == 3 and not torch.equal(seen[0]["moa"], seen[2]["moa"])
+
+
+def test_where_nobody_was_on_the_board_the_horizon_stays(monkeypatch):
+    state = make_state(trust_exact_match=0.0, offline_ratio=0.0)
+    train(state)
+    state.horizon.fill_(2)
+    rollout = hop.rollout
+
+    def without_the_first_learner(*given, **named):
+        transitions, outputs, episodes = rollout(*given, **named)
+        transitions.board[0, 0, :, 0] = state.args.config.num_cells
+        return transitions, outputs, episodes
+
+    monkeypatch.setattr(hop, "rollout", without_the_first_learner)
+    train(state)
+    assert state.horizon.tolist() == [2, *[state.args.imagination_horizon] * (len(state.horizon) - 1)]
