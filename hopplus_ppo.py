@@ -1038,7 +1038,8 @@ def learner_mask(config: StagHuntConfig, board) -> torch.Tensor:
 def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint, next_board):
     """The learner's reward for a step, real or imagined: the place for a bonus of your own. reward
     [...] from the game; boards uint8 [..., N + P] before and after the step, the learner first
-    (cell = row * width + column; take .long() before you subtract); joint action [..., N] -> [...]"""
+    (cell = row * width + column; take .long() before you subtract); joint action [..., N] ->
+    [...]"""
     return reward
 
 

@@ -369,8 +369,8 @@ WITHOUT_GOALS = f"""{IMAGINED_BELIEF}\
         belief = belief._replace(goals=torch.zeros_like(belief.goals))
 """
 ALL_STEPS = "    weight = row_weights(windows.done, torch.ones_like(present[:, : shape[1]]))\n"
-REWARDED = """    leaves = exited(env.config, whole.board, whole.next_board)[:, None, ..., 1:]
-    rewarded = (same_game(whole.done)[:, : shape[1]] & leaves).any(2)
+REWARDED = """    leaves = exited(env.config, with_future.board, with_future.next_board)[:, None, ..., 1:]
+    rewarded = (same_game(with_future.done)[:, : shape[1]] & leaves).any(2)
     weight = row_weights(windows.done, present[:, : shape[1]] & rewarded)
 """
 STEP_OF_PLAYER_1 = f"""        learner = torch.arange(len(losses["loss"]), device=env.device)
