@@ -281,7 +281,7 @@ HOP = {
     "history_reset_prob": 0.0,
 }
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
-PPO_ON_CPU = {**ON_CPU, "total_timesteps": 400_000, "update_epochs": 3}
+PPO_ON_CPU = {**ON_CPU, "total_timesteps": 350_000, "update_epochs": 3}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
@@ -298,7 +298,7 @@ SEARCH_ON_CPU = {
     **ON_CPU,
     **MODELS_ON_CPU,
     "num_envs": 64,
-    "total_timesteps": 80_000,
+    "total_timesteps": 40_000,
     "subgoal_updates": 2,
     "imagination_horizon": 8,
 }
@@ -315,7 +315,7 @@ DEFAULTS = {  # what differs from the class defaults
         **ON_CPU,
         **MODELS_ON_CPU,
         "num_envs": 128,
-        "total_timesteps": 250_000,
+        "total_timesteps": 150_000,
         "planner": "none",
     },
     ("hopplus-mcts", "cpu"): {**SEARCH, **SEARCH_ON_CPU},
@@ -537,6 +537,38 @@ class Stacked:
         game.copy_nested_(self.state_dict(), saved)
 
 
+class SumRows(torch.autograd.Function):
+    """table [rows, width], index int64 [n, k] -> sums of k rows [n, width]. For a CPU: there a
+    product with one-hot rows takes 4 to 80 times as long, and its gradient twice as long."""
+
+    @staticmethod
+    def forward(table, index):
+        return F.embedding_bag(index, table, mode="sum")
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        table, index = inputs
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(table)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        table_grad = grad.new_zeros(ctx.num_rows, grad.shape[1])
+        for rows in index.unbind(1):
+            table_grad.index_add_(0, rows, grad)
+        return table_grad, None
+
+    @staticmethod
+    def vmap(info, in_dims, table, index):
+        """The tables of all learners, end to end"""
+        learners, rows, _ = table.shape
+        first_row = rows * torch.arange(learners, device=index.device)
+        index = index + first_row[:, None, None]
+        sums = SumRows.apply(table.flatten(0, 1), index.flatten(0, 1))
+        return sums.unflatten(0, (learners, -1)), 0
+
+
 class BoardEncoder(nn.Module):
     """A board -> features. Each player and prey is looked up by its kind and its cell relative to
     the observer; what is found adds up."""
@@ -567,9 +599,13 @@ class BoardEncoder(nn.Module):
     def forward(self, board, walls):
         """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
         row = self.lookup[self.kind, board[:, :1], board]
-        zeros = self.table.new_zeros(len(row), len(self.table))
-        # As a lookup, but its gradient is a product too: a lookup's is slow on a GPU.
-        x = zeros.scatter(1, row, 1.0) @ self.table
+        if row.is_cuda:  # the same as a product: the gradient of a lookup is slow on a GPU
+            zeros = self.table.new_zeros(len(row), len(self.table))
+            x = zeros.scatter(1, row, 1.0) @ self.table
+        else:
+            x = SumRows.apply(self.table, row)
+            missing = (row == len(self.table) - 1).sum(1, keepdim=True)
+            x = x - (missing - 1).clamp(min=0) * self.table[-1]  # its row counts once
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -697,8 +733,11 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         self.by_name = config.strengths is not None
+        self.num_act_planes = NUM_ACTIONS * (self.players if self.by_name else 1)
+        kinds = [0] * config.num_stags + [1] * config.num_hares
+        prey_plane = self.num_act_planes + torch.tensor(kinds, dtype=torch.int64)
+        self.register_buffer("prey_plane", prey_plane, persistent=False)
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
         column = column[:, None] + [-1, 0, 1] * 3
@@ -737,7 +776,7 @@ class WorldModel(nn.Module):
         acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
         cell = board[:, : self.players].long()
         walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
-        x = self.patches(board, walls, acts, seat)
+        x = self.patches(board, walls, joint, acts, seat)
         x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
         blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
@@ -747,20 +786,24 @@ class WorldModel(nn.Module):
         payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
-    def patches(self, board, walls, acts, seat):
+    def patches(self, board, walls, joint, acts, seat):
         """What the network reads for each player [n, N, _]: its own action and the 3x3 cells around
-        it"""
-        where = F.one_hot(board.long(), self.gone + 1).to(acts.dtype)
-        players, stags, hares = where.split(self.sizes, 1)
-        painted = acts.mT @ players  # [n, 7, H*W + 1]
+        it, of planes [n, _, H*W + 1]: who does what, walls, stags, hares, and ones on the board"""
+        place = joint.long()
         if self.by_name:
-            painted = (acts[..., None] * players[:, :, None]).flatten(1, 2)  # [n, N * 7, H*W + 1]
-        scene = torch.stack([walls, stags.sum(1), hares.sum(1), torch.ones_like(walls)], 1)
-        painted = torch.cat([painted, scene], 1)
-        painted = F.pad(painted[..., : self.gone], (0, 1))  # off the board: 0
+            place = place + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
+        painted = torch.cat([place, self.prey_plane.expand(len(board), -1)], 1)  # [n, N + P] planes
+        painted = painted * (self.gone + 1) + board.long()
+        planes = acts.new_zeros(len(board), (self.num_act_planes + 2) * (self.gone + 1))
+        planes = planes.scatter_add(1, painted, torch.ones_like(painted, dtype=acts.dtype))
+        planes = planes.unflatten(1, (-1, self.gone + 1))
+        act_planes, prey_planes = planes.split([self.num_act_planes, 2], 1)
+        walls = walls[:, None]
+        planes = torch.cat([act_planes, walls, prey_planes, torch.ones_like(walls)], 1)
+        planes = F.pad(planes[..., : self.gone], (0, 1))  # off the board: 0
         around = self.around[board[:, : self.players].long()].flatten(1)  # [n, N * 9]
-        around = around[:, None].expand(-1, painted.shape[1], -1)
-        patch = painted.gather(2, around).unflatten(2, (self.players, 9))
+        around = around[:, None].expand(-1, planes.shape[1], -1)
+        patch = planes.gather(2, around).unflatten(2, (self.players, 9))
         inputs = [acts, patch.transpose(1, 2).flatten(2)]
         if self.by_name:
             strengths = self.strengths[seat.long()][:, None]
@@ -2943,6 +2986,8 @@ def main(args: Args) -> dict[str, float]:
         load_state(args, state, checkpoint, rank, say)
     learners = state.games.seats.num_learners
     say(f"{config.setting}, {args.method}, {learners} learner(s), on {num_ranks} x {device.type}")
+    if device.type == "cpu" and config.num_cells > 16 and args.total_timesteps < 500_000:
+        say("a board larger than 4x4 takes more steps than these: 8x8 about half a million")
     steps_each = args.num_envs * args.num_steps
     num_iterations = total_steps(args) // steps_each
     step = iteration * steps_each

@@ -1429,7 +1429,7 @@ def test_defaults_of_the_methods_that_search():
     for method in ("hopplus-mcts", "hop", "hop-ours"):
         args = hop.make_args(method, "cpu")
         assert args.num_envs == 64
-        assert args.total_timesteps == 80_000
+        assert args.total_timesteps == 40_000
         assert args.imagination_horizon == 8
         assert args.subgoal_updates == 2
         assert args.planner == "mcts"
