@@ -579,7 +579,7 @@ def test_help_shows_groups_and_true_defaults(capsys):
     assert places == sorted(places) and len(places) == 8
     for part in (
         "E, games per seed (default: 256)",
-        "env steps per seed (default: 400000)",
+        "env steps per seed (default: 350000)",
         "--anneal-lr, --no-anneal-lr",
     ):
         assert part in text, part
