@@ -632,11 +632,8 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
+        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         self.by_name = config.strengths is not None
-        self.num_act_planes = NUM_ACTIONS * (self.players if self.by_name else 1)
-        kinds = [0] * config.num_stags + [1] * config.num_hares
-        prey_plane = self.num_act_planes + torch.tensor(kinds, dtype=torch.int64)
-        self.register_buffer("prey_plane", prey_plane, persistent=False)
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
         column = column[:, None] + [-1, 0, 1] * 3
@@ -675,7 +672,7 @@ class WorldModel(nn.Module):
         acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
         cell = board[:, : self.players].long()
         walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
-        x = self.patches(board, walls, joint, acts, seat)
+        x = self.patches(board, walls, acts, seat)
         x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
         blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
         no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
@@ -685,24 +682,20 @@ class WorldModel(nn.Module):
         payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
         return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
 
-    def patches(self, board, walls, joint, acts, seat):
+    def patches(self, board, walls, acts, seat):
         """What the network reads for each player [n, N, _]: its own action and the 3x3 cells around
-        it, of planes [n, _, H*W + 1]: who does what, walls, stags, hares, and ones on the board"""
-        place = joint.long()
+        it"""
+        where = F.one_hot(board.long(), self.gone + 1).to(acts.dtype)
+        players, stags, hares = where.split(self.sizes, 1)
+        painted = acts.mT @ players  # [n, 7, H*W + 1]
         if self.by_name:
-            place = place + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
-        painted = torch.cat([place, self.prey_plane.expand(len(board), -1)], 1)  # [n, N + P] planes
-        painted = painted * (self.gone + 1) + board.long()
-        planes = acts.new_zeros(len(board), (self.num_act_planes + 2) * (self.gone + 1))
-        planes = planes.scatter_add(1, painted, torch.ones_like(painted, dtype=acts.dtype))
-        planes = planes.unflatten(1, (-1, self.gone + 1))
-        act_planes, prey_planes = planes.split([self.num_act_planes, 2], 1)
-        walls = walls[:, None]
-        planes = torch.cat([act_planes, walls, prey_planes, torch.ones_like(walls)], 1)
-        planes = F.pad(planes[..., : self.gone], (0, 1))  # off the board: 0
+            painted = (acts[..., None] * players[:, :, None]).flatten(1, 2)  # [n, N * 7, H*W + 1]
+        scene = torch.stack([walls, stags.sum(1), hares.sum(1), torch.ones_like(walls)], 1)
+        painted = torch.cat([painted, scene], 1)
+        painted = F.pad(painted[..., : self.gone], (0, 1))  # off the board: 0
         around = self.around[board[:, : self.players].long()].flatten(1)  # [n, N * 9]
-        around = around[:, None].expand(-1, planes.shape[1], -1)
-        patch = planes.gather(2, around).unflatten(2, (self.players, 9))
+        around = around[:, None].expand(-1, painted.shape[1], -1)
+        patch = painted.gather(2, around).unflatten(2, (self.players, 9))
         inputs = [acts, patch.transpose(1, 2).flatten(2)]
         if self.by_name:
             strengths = self.strengths[seat.long()][:, None]

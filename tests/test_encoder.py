@@ -64,4 +64,4 @@ def test_both_ways_agree_on_a_gpu():
     walls = torch.zeros(len(board), 1)
     expected = encoder(board, walls)
     found = encoder.cuda()(board.cuda(), walls.cuda()).cpu()
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(found, expected, atol=2e-3)  # tf32
