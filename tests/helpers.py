@@ -259,3 +259,21 @@ TINY_FLAGS = {  # of hopplus_ppo.make_args, for runs of a second
     "trust_exact_match": 0.0,
     "ppo_real_ratio": 0.5,
 }
+
+TINY_RUN = {  # flags of runs that are evaluated
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_timesteps": 64,
+    "log_every": 1,
+    "policy_hidden": 16,
+    "num_minibatches": 2,
+    "subgoal_hidden": 8,
+    "goal_dim": 5,
+    "subgoal_batch_size": 2,
+    "wm_hidden": 16,
+    "wm_batch_size": 16,
+    "pretraining_updates": 2,
+    "pretraining_games": 4,
+    "replay_rollouts": 2,
+    "trust_exact_match": 0.0,
+}

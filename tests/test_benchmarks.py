@@ -24,6 +24,7 @@ from stag_hunt_env import StagHuntConfig
 import numpy as np
 import pytest
 import torch
+from helpers import TINY_RUN
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "benchmarks"))
@@ -49,23 +50,9 @@ MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
 SMALL += " --policy-hidden 16"
-TINY = {  # flags for runs of a second
+TINY = {
+    **TINY_RUN,
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
-    "num_envs": 4,
-    "num_steps": 8,
-    "total_timesteps": 64,
-    "log_every": 1,
-    "policy_hidden": 16,
-    "num_minibatches": 2,
-    "subgoal_hidden": 8,
-    "goal_dim": 5,
-    "subgoal_batch_size": 2,
-    "wm_hidden": 16,
-    "wm_batch_size": 16,
-    "pretraining_updates": 2,
-    "pretraining_games": 4,
-    "replay_rollouts": 2,
-    "trust_exact_match": 0.0,
 }
 
 

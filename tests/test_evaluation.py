@@ -24,30 +24,16 @@ from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
 import numpy as np
 import pytest
 import torch
-from helpers import write_checkpoint
+from helpers import TINY_RUN, write_checkpoint
 from torch.nn import functional as F
 
 ROOT = Path(game.__file__).resolve().parent
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
+    **TINY_RUN,
     "config": CONFIG,
-    "num_envs": 4,
-    "num_steps": 8,
-    "total_timesteps": 64,
-    "policy_hidden": 16,
     "update_epochs": 2,
-    "num_minibatches": 2,
-    "subgoal_hidden": 8,
-    "goal_dim": 5,
-    "subgoal_batch_size": 2,
-    "wm_hidden": 16,
-    "wm_batch_size": 16,
-    "pretraining_updates": 2,
-    "pretraining_games": 4,
-    "replay_rollouts": 2,
     "imagination_horizon": 4,
-    "trust_exact_match": 0.0,
-    "log_every": 1,
     "num_seeds": 2,
 }
 FAST = ["--steps", 32, "--every", 8, "--repetitions", 6, "--imagined-games", 4, "--rounds", 1]
