@@ -52,12 +52,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "hopplus_mcts.py 14"  # of a checkpoint
+FORMAT = "hopplus_mcts.py 15"  # of a checkpoint
 KEYS = {  # in it
     "args": dict,
     "iteration": int,
@@ -68,8 +67,8 @@ KEYS = {  # in it
     "seconds": float,
 }
 PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
-    "vae_checkpoint": ("pretrain_vae.py 9", ("prior", "inference", "moa")),
-    "world_model_checkpoint": ("pretrain_world_model.py 9", ("world",)),
+    "vae_checkpoint": ("pretrain_vae.py 10", ("prior", "inference", "moa")),
+    "world_model_checkpoint": ("pretrain_world_model.py 10", ("world",)),
 }
 PRETRAINED_KEYS = {"must_match": dict, "networks": dict}
 MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds")  # when a run is resumed
@@ -452,29 +451,46 @@ def memory_needs(args: Args) -> dict[str, int]:
     return {flags + many: size for flags, size in needs.items()}
 
 
-# ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
+# ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
+# looks at another, so Stacked may split a batch.
 
 
-def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """Uniform weights of variance gain^2 / inputs, no bias at the start"""
-    linear = nn.Linear(inputs, outputs)
-    bound = gain * math.sqrt(3 / inputs)
-    nn.init.uniform_(linear.weight, -bound, bound)
-    nn.init.zeros_(linear.bias)
-    return linear
+class Linear(nn.Module):
+    """[M, n, inputs] -> [M, n, outputs]. Uniform weights of variance gain^2 / inputs, no bias at
+    the start"""
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
+        super().__init__()
+        bound = gain * math.sqrt(3 / inputs)
+        self.weight = nn.Parameter(torch.empty(1, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(1, outputs))
+
+    def forward(self, x):
+        if not x.is_floating_point():
+            raise TypeError("a layer reads floats: in whole numbers its weights would be rounded")
+        parts = len(x) // len(self.weight)  # of a batch that Stacked has split
+        weight = repeat(self.weight.to(x.dtype), parts)
+        bias = repeat(self.bias.to(x.dtype), parts)
+        return torch.bmm(x, weight) + bias[:, None]
+
+
+def repeat(x, times: int):
+    """[M, ...] -> [M * times, ...]"""
+    return x if times == 1 else x.repeat_interleave(times, 0)
 
 
 def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
     """Layers with ReLU between them; gain is the last one's"""
     layers = []
     for inputs, outputs in itertools.pairwise(sizes[:-1]):
-        layers += [layer(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, layer(sizes[-2], sizes[-1], gain))
+        layers += [Linear(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, Linear(sizes[-2], sizes[-1], gain))
 
 
 class Stacked:
-    """M networks of one kind, called in one operation: inputs [M, n, ...] -> outputs [M, n, ...],
-    in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype` where one is."""
+    """M networks of one kind as one whose parameters are theirs: inputs [M, n, ...] -> outputs
+    [M, n, ...], in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype`
+    where one is."""
 
     def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
         networks = []
@@ -482,47 +498,33 @@ class Stacked:
             for seed in seeds:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
-        stacked, _ = stack_module_state(networks)
-        self.network = networks[0].to(device)  # its buffers serve all
+        self.network = networks[0]
+        for own in zip(*(network.parameters() for network in networks), strict=True):
+            own[0].data = torch.cat([p.data for p in own])
+        self.network.to(device)
+        self.params = dict(self.network.named_parameters())
         self.dtype = dtype
         self.train_dtype = train_dtype
-        self.params = {}
-        self.places = []  # where call_one puts a learner's parameters, and what stands there
-        for name, p in stacked.items():
-            if name.endswith("weight") and p.dim() == 3:  # of nn.Linear, which reads the transpose: slow on ARM
-                p = p.mT.contiguous().mT
-            self.params[name] = nn.Parameter(p.detach().to(device))
-            path, _, leaf = name.rpartition(".")
-            owner = self.network.get_submodule(path)._parameters
-            self.places.append((owner, leaf, owner[leaf]))
 
     def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
-        dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
-        m, n = inputs[0].shape[:2]
-        params = [p.to(dtype) for p in self.params.values()]
+        learning = torch.is_grad_enabled()
+        dtype = self.train_dtype if learning else self.dtype
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         # On a GPU a long batch is split: as one long sum per learner, a weight's gradient leaves
         # most of it idle.
-        parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
+        m, n = inputs[0].shape[:2]
+        parts = 1
+        if learning and inputs[0].is_cuda:
+            parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
         if parts > 1:
-            params = [p.repeat_interleave(parts, 0) for p in params]
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
-        outputs = vmap(lambda *x: self.call_one(method, *x))(params, *inputs)
+        outputs = getattr(self.network, method)(*inputs)
 
         def join(x):
             x = x.float() if x.is_floating_point() else x
             return x.reshape(m, n, *x.shape[2:])
 
         return tree_map(join, outputs)
-
-    def call_one(self, method: str, params: list, *inputs):
-        """One learner. As torch.func.functional_call, in half the time, and for any method."""
-        for (owner, name, _), p in zip(self.places, params, strict=True):
-            owner[name] = p
-        outputs = getattr(self.network, method)(*inputs)
-        for owner, name, first in self.places:
-            owner[name] = first
-        return outputs
 
     def __len__(self) -> int:
         return len(self.parameters()[0])
@@ -538,40 +540,35 @@ class Stacked:
 
 
 class SumRows(torch.autograd.Function):
-    """table [rows, width], index int64 [n, k] -> sums of k rows [n, width]. For a CPU: there a
-    product with one-hot rows takes 4 to 25 times as long (4x4 to 8x8, one ARM core)."""
+    """table [M, rows, width], index int64 [M, n, k] -> sums of k rows [M, n, width]. For a CPU:
+    there a product with one-hot rows takes 4 to 25 times as long (4x4 to 8x8, one ARM core)."""
 
     @staticmethod
     def forward(table, index):
-        return F.embedding_bag(index, table, mode="sum")
+        first_row = table.shape[1] * torch.arange(len(table))  # of each table, end to end
+        index = index + first_row[:, None, None]
+        sums = F.embedding_bag(index.flatten(0, 1), table.flatten(0, 1), mode="sum")
+        return sums.unflatten(0, index.shape[:2])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         table, index = inputs
         ctx.save_for_backward(index)
-        ctx.num_rows = len(table)
+        ctx.table_shape = table.shape
 
     @staticmethod
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        table_grad = grad.new_zeros(ctx.num_rows, grad.shape[1])
-        for rows in index.unbind(1):
-            table_grad.index_add_(0, rows, grad)
+        table_grad = grad.new_zeros(ctx.table_shape)
+        for learner, rows in enumerate(index):
+            for row in rows.unbind(1):
+                table_grad[learner].index_add_(0, row, grad[learner])
         return table_grad, None
-
-    @staticmethod
-    def vmap(info, in_dims, table, index):
-        """The tables of all learners, end to end"""
-        learners, rows, _ = table.shape
-        first_row = rows * torch.arange(learners, device=index.device)
-        index = index + first_row[:, None, None]
-        sums = SumRows.apply(table.flatten(0, 1), index.flatten(0, 1))
-        return sums.unflatten(0, (learners, -1)), 0
 
 
 class BoardEncoder(nn.Module):
     """A board -> features. Each player and prey is looked up by its kind and its cell relative to
-    the observer; what is found adds up."""
+    the observer, or by its number if it is not there; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
@@ -582,30 +579,35 @@ class BoardEncoder(nn.Module):
         row, column = np.divmod(np.arange(cells), config.width)
         down = row - row[:, None] + config.height - 1
         right = column - column[:, None] + config.width - 1
-        rows = spots * (players + 2) + cells + 1  # the last row stands for what is not there
-        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, cell]
-        first_row = spots * np.arange(players + 2)[:, None, None]  # of each kind
+        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
+        entity = np.arange(len(kinds))
+        first_row = spots * np.array(kinds)[:, None, None]
+        own_row = spots * (players + 2)  # the observer itself is looked up by its cell on the board
+        missing = own_row + cells + entity
+        lookup = np.empty((len(kinds), cells + 1, cells + 1), int)  # [entity, own cell, its cell]
+        lookup[:] = missing[:, None, None]
         lookup[:, :cells, :cells] = first_row + down * wide + right
         lookup[:, cells] = lookup[:, 0]  # who has left sees the board from its first cell
-        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer itself
-        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
+        lookup[0, :cells] = own_row + np.arange(cells)[:, None]
+        rows = own_row + cells + len(kinds)
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.table = nn.Parameter(0.1 * torch.randn(rows, 2 * hidden))
-        self.walls = layer(cells, 2 * hidden) if config.max_wall_pieces else None
+        self.register_buffer("entity", torch.tensor(entity), persistent=False)
+        self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
+        self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board, walls):
-        """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
-        row = self.lookup[self.kind, board[:, :1], board]
+        """int64 [M, n, N + P], float [M, n, H*W] (without walls: [M, n, 1]) -> [M, n, hidden]"""
+        row = self.lookup[self.entity, board[..., :1], board]
+        table = self.table.to(walls.dtype)
         if row.is_cuda:  # the same as a product: the gradient of a lookup is slow on a GPU
-            zeros = self.table.new_zeros(len(row), len(self.table))
-            x = zeros.scatter(1, row, 1.0) @ self.table
+            table = repeat(table, len(row) // len(table))
+            zeros = table.new_zeros(*row.shape[:2], table.shape[1])
+            x = torch.bmm(zeros.scatter(2, row, 1.0), table)
         else:
-            x = SumRows.apply(self.table, row)
-            missing = (row == len(self.table) - 1).sum(1, keepdim=True)
-            x = x - (missing - 1).clamp(min=0) * self.table[-1]  # its row counts once
+            whole = row.reshape(len(table), -1, row.shape[2])
+            x = SumRows.apply(table, whole).view(*row.shape[:2], -1)
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -623,7 +625,7 @@ class SubgoalPrior(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = layer(hidden, num_goal_params(args))
+        self.head = Linear(hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
     def forward(self, board, walls):
@@ -647,25 +649,23 @@ class SubgoalInference(nn.Module):
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
-        """features [n, hidden], joint action [n, N] -> what the step adds to the history [n,
-        hidden]"""
-        acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        event = self.events(torch.cat([features, acts], 1))
-        return F.pad(event[:, 1:], (1, 0), value=1.0)
+        """features [M, n, hidden], joint action [M, n, N] -> what the step adds to the history
+        [M, n, hidden]"""
+        acts = F.one_hot(joint, NUM_ACTIONS).flatten(2).to(features.dtype)
+        event = self.events(torch.cat([features, acts], 2))
+        return F.pad(event[..., 1:], (1, 0), value=1.0)
 
     @staticmethod
     def read(history):
-        """[n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
-        now, before = history.chunk(2, 1)
-        now = now / (1 + now[:, :1]).sqrt()
-        before = before / (1 + before[:, :1]).sqrt()
-        return torch.cat([now, before], 1)
+        """[M, n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
+        sums = history.unflatten(2, (2, -1))  # of this game and of earlier ones
+        return (sums / (1 + sums[..., :1]).sqrt()).flatten(2)
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, self.read(history)], 1))
+        return self.head(torch.cat([features, self.read(history)], 2))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, self.read(history)], 1))
+        return self.decoder(torch.cat([goal, self.read(history)], 2))
 
 
 class ActionModel(nn.Module):
@@ -679,9 +679,9 @@ class ActionModel(nn.Module):
         self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, board, walls, clock, goal, legal):
-        clock = F.pad(clock[:, None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
-        logits = self.head(torch.cat([self.encoder(board, walls), clock, goal], 1))
-        return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
+        clock = F.pad(clock[..., None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
+        logits = self.head(torch.cat([self.encoder(board, walls), clock, goal], 2))
+        return logits.float().masked_fill(~legal, -1e9).log_softmax(2)
 
 
 def goal_size(args: Args) -> int:
@@ -733,7 +733,6 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         self.by_name = config.strengths is not None
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
@@ -741,17 +740,26 @@ class WorldModel(nn.Module):
         on_board = (row >= 0) & (row < config.height) & (column >= 0) & (column < config.width)
         around = np.where(on_board, row * config.width + column, self.gone)
         around = torch.tensor([*around.tolist(), [self.gone] * 9])  # [H*W + 1, 9]
-        target = around[:, [1, 7, 3, 5, 4]]  # up, down, left, right, stay
-        target = F.pad(target, (0, 1), value=self.gone)  # gone
+        moves = torch.tensor([1, 7, 3, 5, 4])  # up, down, left, right, stay
+        target = F.pad(around[:, moves], (0, 1), value=self.gone)  # gone
+        near = torch.full((self.gone + 1, self.gone + 1), 9)  # where around a cell another is; 9: nowhere
+        near.scatter_(1, around, torch.arange(9).expand_as(around))
+        near[:, self.gone] = 9
+        self.register_buffer("moves", moves, persistent=False)
+        self.register_buffer("near", near, persistent=False)
         self.register_buffer("around", around, persistent=False)
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
         # from one), or, where players differ in strength, who does, and how strong each is; and the
         # board.
-        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        self.num_acts = NUM_ACTIONS * (self.players if self.by_name else 1)
+        inputs = NUM_ACTIONS + 9 * (self.num_acts + 4)
+        stag, hare = self.num_acts, self.num_acts + 1
+        prey = torch.tensor([stag] * config.num_stags + [hare] * config.num_hares)
+        self.register_buffer("prey", prey, persistent=False)
         if self.by_name:
-            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * self.players + 4) + self.players
+            inputs += self.players
             seat = torch.arange(self.players)
             ego = (seat[:, None] + seat) % self.players
             strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
@@ -762,86 +770,91 @@ class WorldModel(nn.Module):
         # among. And one payoff head per size of a hunting party: one for all would pay four
         # hunters, which are rare, as three.
         self.num_payoff_heads = HUNT_STAG + 2 * self.players
-        self.outcome_head = layer(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
-        self.prey_head = layer(args.wm_hidden, 1, 0.01)
-        self.payoff_head = layer(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
+        self.outcome_head = Linear(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
+        self.prey_head = Linear(args.wm_hidden, 1, 0.01)
+        self.payoff_head = Linear(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
     def forward(self, board, walls, joint, seat):
-        """board [n, N + P] and joint action [n, N] in the observer's ego order, walls [n, H*W] (or
-        [n, 1]), the observer's seat [n] -> logits of each player's outcome [n, N, 6], of the prey
-        on its cell being taken [n, N], of the observer's payoff [n, payoffs]"""
-        acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
-        cell = board[:, : self.players].long()
-        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
-        x = self.patches(board, walls, acts, seat)
-        x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
-        blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
-        no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
-        outcome = select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
-        outcome = outcome.masked_fill(torch.cat([blocked, no_prey], 2), -1e9)
-        case = self.payoff_case(cell, joint.long())
-        payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
-        return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
+        """board [M, n, N + P] and joint action [M, n, N] in the observer's ego order, walls [M, n,
+        H*W] (or [M, n, 1]), the observer's seat [M, n] -> logits of each player's outcome [M, n, N,
+        6], of the prey on its cell being taken [M, n, N], of the observer's payoff [M, n,
+        payoffs]"""
+        board = board.long()
+        joint = joint.long()
+        cell = board[..., : self.players]
+        around = self.around[cell]  # [M, n, N, 9]
+        walls = F.pad(walls.expand(-1, -1, self.gone), (0, 1), value=1)
+        blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
+        x = self.patches(board, around, blocked, joint, seat)
+        x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
+        outcome = self.outcome_head(x).unflatten(1, (-1, self.players))
+        outcome = select_head(outcome, joint, NUM_ACTIONS).float()
+        no_prey = ~self.on_prey(board).any(3, keepdim=True)  # nobody leaves from here
+        impossible = torch.cat([blocked[..., self.moves] > 0, no_prey], 3)
+        outcome = outcome.masked_fill(impossible, -1e9)
+        taken = self.prey_head(x).view(cell.shape).float()
+        payoff = self.payoff_head(x[:, :: self.players])  # the observer's
+        payoff = select_head(payoff, self.payoff_case(cell, joint), self.num_payoff_heads).float()
+        return outcome, taken, payoff
 
-    def patches(self, board, walls, acts, seat):
-        """What the network reads for each player [n, N, _]: its own action and the 3x3 cells around
-        it"""
-        where = F.one_hot(board.long(), self.gone + 1).to(acts.dtype)
-        players, stags, hares = where.split(self.sizes, 1)
-        painted = acts.mT @ players  # [n, 7, H*W + 1]
+    def patches(self, board, around, blocked, joint, seat):
+        """What the network reads for each player [M, n, N, _]: its own action and, in the 3x3 cells
+        around it, how many do what, prey, walls, and which of them are on the board"""
+        acts = F.one_hot(joint, NUM_ACTIONS).to(blocked.dtype)  # [M, n, N, 7]
+        kind = joint
         if self.by_name:
-            painted = (acts[..., None] * players[:, :, None]).flatten(1, 2)  # [n, N * 7, H*W + 1]
-        scene = torch.stack([walls, stags.sum(1), hares.sum(1), torch.ones_like(walls)], 1)
-        painted = torch.cat([painted, scene], 1)
-        painted = F.pad(painted[..., : self.gone], (0, 1))  # off the board: 0
-        around = self.around[board[:, : self.players].long()].flatten(1)  # [n, N * 9]
-        around = around[:, None].expand(-1, painted.shape[1], -1)
-        patch = painted.gather(2, around).unflatten(2, (self.players, 9))
-        inputs = [acts, patch.transpose(1, 2).flatten(2)]
+            kind = joint + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
+        kind = torch.cat([kind, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
+        near = self.near[board[..., : self.players, None], board[:, :, None]]  # [M, n, N, N + P]
+        seen = blocked.new_zeros(*joint.shape, 10 * (self.num_acts + 2))
+        seen = seen.scatter_add(3, 10 * kind + near, seen.new_ones(near.shape))
+        seen = seen.unflatten(3, (-1, 10))[..., :9]
+        on_board = (around < self.gone).to(blocked.dtype)
+        inputs = [acts, seen.flatten(3), blocked * on_board, on_board]
         if self.by_name:
-            strengths = self.strengths[seat.long()][:, None]
-            inputs.append(strengths.expand(-1, self.players, -1).to(acts.dtype))
-        return torch.cat(inputs, 2)
+            strengths = self.strengths[seat.long()][:, :, None]
+            inputs.append(strengths.expand(-1, -1, self.players, -1).to(blocked.dtype))
+        return torch.cat(inputs, 3)
 
     def on_prey(self, board):
-        """bool [n, N, P]: this player stands on this prey"""
-        players = board[:, : self.players, None]
-        prey = board[:, None, self.players :]
+        """bool [M, n, N, P]: this player stands on this prey"""
+        players = board[..., : self.players, None]
+        prey = board[:, :, None, self.players :]
         return (players == prey) & (players < self.gone)
 
     def payoff_case(self, cell, joint):
-        """Which payoff head [n]: by the observer's action and, if it hunts, by how many hunt with
+        """Which payoff head [M, n]: by the observer's action and, if it hunts, by how many hunt with
         it"""
-        action = joint[:, 0]
-        party = ((cell == cell[:, :1]) & (joint == joint[:, :1])).sum(1)
+        action = joint[..., 0]
+        party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
         hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         return torch.where(action >= HUNT_STAG, hunt, action)
 
     def loss(self, board, walls, joint, seat, next_board, reward):
-        """-> [n]"""
+        """-> [M, n]"""
         outcome, taken, payoff = self(board, walls, joint, seat)
-        cell = board[:, : self.players]
-        next_cell = next_board[:, : self.players]
-        goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(2)
+        cell = board[..., : self.players]
+        next_cell = next_board[..., : self.players]
+        goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(3)
         goes = torch.where(next_cell < self.gone, goes, 5)
-        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0]
+        outcome_loss = -outcome.log_softmax(3).gather(3, goes[..., None])[..., 0]
         outcome_loss = outcome_loss * (cell < self.gone)
         on_prey = self.on_prey(board)
-        lost = (on_prey & (next_board[:, None, self.players :] == self.gone)).any(2).float()
+        lost = (on_prey & (next_board[:, :, None, self.players :] == self.gone)).any(3).float()
         taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none")
-        taken_loss = taken_loss * on_prey.any(2)
-        paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
-        payoff_loss = -payoff.log_softmax(1).gather(1, paid)[:, 0]
-        return (outcome_loss + taken_loss).sum(1) + payoff_loss
+        taken_loss = taken_loss * on_prey.any(3)
+        paid = (reward[..., None] - self.payoffs).abs().argmin(2, keepdim=True)
+        payoff_loss = -payoff.log_softmax(2).gather(2, paid)[..., 0]
+        return (outcome_loss + taken_loss).sum(2) + payoff_loss
 
     def predict(self, board, walls, joint, seat):
-        """-> the most likely next board [n, N + P], reward [n]"""
+        """-> the most likely next board [M, n, N + P], reward [M, n]"""
         outcome, taken, payoff = self(board, walls, joint, seat)
-        target = self.target[board[:, : self.players].long()]  # from `gone` every way leads there
-        players = target.gather(2, outcome.argmax(2, keepdim=True))[..., 0]
-        lost = (self.on_prey(board) & (taken > 0)[..., None]).any(1)
-        prey = torch.where(lost, self.gone, board[:, self.players :])
-        return torch.cat([players, prey], 1).to(board.dtype), self.payoffs[payoff.argmax(1)]
+        target = self.target[board[..., : self.players].long()]  # from `gone` every way leads there
+        players = target.gather(3, outcome.argmax(3, keepdim=True))[..., 0]
+        lost = (self.on_prey(board) & (taken > 0)[..., None]).any(2)
+        prey = torch.where(lost, self.gone, board[..., self.players :])
+        return torch.cat([players, prey], 2).to(board.dtype), self.payoffs[payoff.argmax(2)]
 
 
 def select_head(logits, head, num_heads: int):
@@ -866,25 +879,33 @@ class ActorCritic(nn.Module):
         self.padding = -inputs % 8  # as in BoardEncoder
         self.encoder = BoardEncoder(config, hidden)
         self.trunk = mlp(inputs + self.padding, hidden, hidden, gain=math.sqrt(2))
-        self.actor = mlp(hidden, hidden, NUM_ACTIONS, gain=0.01)
-        self.critic = mlp(hidden, hidden, 1)
+        self.both = Linear(hidden, 2 * hidden, math.sqrt(2))  # half for the actor, half for the critic
+        self.actor = Linear(hidden, NUM_ACTIONS, 0.01)
+        self.critic = Linear(hidden, 1)
 
     def features(self, x):
-        """x [n, i] (see policy_inputs) -> features of the state [n, _], subgoals [n, K*D]"""
-        board, walls, state, goals = x.split(self.sizes, 1)
+        """x [M, n, i] (see policy_inputs) -> features of the state [M, n, _], subgoals [M, n,
+        K*D]"""
+        board, walls, state, goals = x.split(self.sizes, 2)
         state = F.pad(state, (self.padding, 0))
-        return torch.cat([self.encoder(board.long(), walls), state], 1), goals
+        return torch.cat([self.encoder(board.long(), walls), state], 2), goals
+
+    def heads(self, features, goals):
+        """-> what the actor's and the critic's last layer read, [M, n, hidden] each"""
+        x = self.trunk(torch.cat([features, goals], 2)).relu_()
+        return self.both(x).relu_().chunk(2, 2)
 
     def value(self, features, goals):
-        """-> [n]"""
-        x = self.trunk(torch.cat([features, goals], 1)).relu_()
-        return self.critic(x).squeeze(1)
+        """-> [M, n]"""
+        _, x = self.heads(features, goals)
+        return self.critic(x).squeeze(2)
 
     def forward(self, x, legal):
-        """x [n, i], legal bool [n, 7] -> log-probabilities [n, 7], values [n]"""
-        x = self.trunk(torch.cat(self.features(x), 1)).relu_()
-        log_probs = self.actor(x).float().masked_fill(~legal, -1e9).log_softmax(1)
-        return log_probs, self.critic(x).squeeze(1)
+        """x [M, n, i], legal bool [M, n, 7] -> log-probabilities [M, n, 7], values [M, n]"""
+        actor_x, critic_x = self.heads(*self.features(x))
+        logits = self.actor(actor_x).float()
+        log_probs = logits.masked_fill(~legal, -1e9).log_softmax(2)
+        return log_probs, self.critic(critic_x).squeeze(2)
 
 
 def policy_inputs(args: Args, board, walls, clock, last_joint, goals):
@@ -943,9 +964,7 @@ def entity_views(env: StagHuntEnv, board, walls, num_views: int | None = None):
     N, 7]"""
     config = env.config
     players = config.num_players
-    prey = torch.arange(players, players + config.num_prey, device=board.device)
-    order = torch.cat([env.ego, prey.expand(players, -1)], 1)[:num_views]
-    seen = board.long()[..., order]  # [M, n, views, N + P]
+    seen = board.long()[..., env.view_order[:num_views]]  # [M, n, views, N + P]
     cell = seen[..., 0]
     present = cell < config.num_cells
     here = cell.clamp(max=config.num_cells - 1)
@@ -1549,16 +1568,17 @@ class Replay:
         step = (step * steps).long()
         column = (column * games).long()
         learner = torch.arange(m, device=device)[:, None]
-        if not window:
-            return tree_map(lambda x: x[slot, learner, step % x.shape[2], column], self.data)
-        newest = slot == (self.pushed - 1) % rollouts
-        step = torch.arange(window * steps, device=device)[:, None]
-        slot = (slot[:, None] + step // steps) % rollouts
-        index = learner[:, None]
-        column = column[:, None]
-        windows = tree_map(lambda x: x[slot, index, step % x.shape[2], column], self.data)
-        windows.done[:, steps - 1] |= newest
-        return windows
+        if window:
+            newest = slot == (self.pushed - 1) % rollouts
+            step = torch.arange(window * steps, device=device)[:, None]
+            slot = (slot[:, None] + step // steps) % rollouts
+            learner = learner[:, None]
+            column = column[:, None]
+        places = {steps: step % steps, 1: torch.zeros_like(step)}  # histories have only the first step
+        samples = tree_map(lambda x: x[slot, learner, places[x.shape[2]], column], self.data)
+        if window:
+            samples.done[:, steps - 1] |= newest
+        return samples
 
     def state_dict(self) -> dict:
         data = {} if self.data is None else {"data": self.data._asdict()}
@@ -1665,6 +1685,26 @@ def evaluate_policy(args: Args, policy: Stacked, views: tuple, clock, last_joint
     return inputs, legal, log_probs, value
 
 
+def perceive(args: Args, env, networks: Networks, infer, board, walls, clock, last_joint, history, oracle_id):
+    """What learners make of boards [M, n, N + P], real or imagined. -> their belief about
+    co-players (None without q_phi); what the policy read and said, a dict of [M, n, ...]"""
+    belief = None
+    goals = oracle_id.flatten(2)
+    views = entity_views(env, board, walls, 1 if networks.inference is None else None)
+    if networks.inference is not None:
+        belief = infer(args, env, networks, views, clock, history, oracle_id)
+        goals = belief.goals
+    inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
+    said = {
+        "inputs": inputs,
+        "legal": legal,
+        "goals": goals,
+        "log_probs": log_probs,
+        "value": value,
+    }
+    return belief, said
+
+
 def told_subgoals(args: Args, games: Games):
     """[M, E, K, D] for --subgoals oracle and posterior; else nothing, [M, E, 0]"""
     seats = games.seats
@@ -1696,33 +1736,31 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
     moa_stride = min(num_steps, MOA_STRIDE)
     steps, outputs, values = [], [], []
     episodes, probabilities = [], []
+    cells = env.cells(env.state)
+    learner_seat = seats.learner_seat.byte()
     for step in range(num_steps + 1):
         record_time = timer.record if timer and searches and step == 0 else lambda _: None
         state = env.state
-        board = seats.to_learners(env.cells(state))
+        board = seats.to_learners(cells)
         walls = seats.per_learner(state.walls[:, : config.num_wall_cells])
         clock = seats.per_learner(env.clock(state))
         time_now = seats.per_learner(state.time)  # a copy: env.advance overwrites env.state
         first_hunt = seats.per_learner(state.first_hunt)
         last_joint = games.last_joint.clone()
         history = games.history.clone()
-        views = entity_views(env, board, walls, 1 if networks.inference is None else None)
         oracle_id = told_subgoals(args, games)
-        goals = oracle_id.flatten(2)
-        if networks.inference is not None:
-            belief = infer(args, env, networks, views, clock, history, oracle_id)
-            goals = belief.goals
-            record_time("infer_subgoals")
-        inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
-        values.append(value)
+        situation = board, walls, clock, last_joint, history, oracle_id
+        belief, said = perceive(args, env, networks, infer, *situation)
+        values.append(said.pop("value"))
+        log_probs = said["log_probs"]
         if step == num_steps:
             break
         record_time("network")
         search_outputs = {}
         if searches:
             position = Position(board, time_now, first_hunt, last_joint, history)
-            situation = position, walls, oracle_id, belief, seats.learner_seat
-            plan, _ = plan_actions(args, env, networks, infer, *situation, record_time)
+            root = position, walls, oracle_id, belief, seats.learner_seat
+            plan, _ = plan_actions(args, env, networks, infer, *root, record_time)
             log_probs = plan.log_probs
             search_outputs = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
@@ -1732,9 +1770,9 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         joint = seats.to_learners(env.seats_to_ego(actions))
         reward, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
-        last_cells = env.cells(env.final_state)
-        next_cells = torch.where(done[:, None, None], last_cells, env.cells(env.state))
-        next_board = seats.to_learners(next_cells)
+        cells = env.cells(env.state)
+        last_cells = torch.where(done[:, None, None], env.cells(env.final_state), cells)
+        next_board = seats.to_learners(last_cells)
         learner_done = seats.per_learner(done)
         history_reset = torch.zeros_like(learner_done)
         if networks.inference is not None:
@@ -1752,7 +1790,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 walls=walls,
                 time=time_now.byte(),
                 first_hunt=first_hunt.short(),
-                seat=seats.learner_seat.byte(),
+                seat=learner_seat,
                 last_joint=last_joint.byte(),
                 joint=joint.byte(),
                 reward=seats.to_learners(reward),
@@ -1763,7 +1801,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 oracle_id=oracle_id,
             )
         )
-        outputs.append({"inputs": inputs, "legal": legal, "log_probs": log_probs, "goals": goals, **search_outputs})
+        outputs.append({**said, "log_probs": log_probs, **search_outputs})
         episodes.append(
             {
                 "done": done,
@@ -1810,9 +1848,14 @@ def mean_over_updates(metrics: list[dict[str, torch.Tensor]]) -> dict[str, torch
     return {name: x.detach().mean(0) for name, x in stack_steps(metrics, 0).items()}
 
 
+def count_before(x) -> torch.Tensor:
+    """bool [M, T, ...] -> int64: in how many earlier steps it was true"""
+    return x.cumsum(1) - x.long()
+
+
 def same_game(done) -> torch.Tensor:
     """done [M, T, G] of windows -> bool [M, t, u, G, 1]: steps t and u belong to one game"""
-    number = done.int().cumsum(1) - done.int()
+    number = count_before(done)
     return (number[:, :, None] == number[:, None])[..., None]
 
 
@@ -1837,13 +1880,28 @@ def encode_history(args: Args, env, networks: Networks, windows: Transitions) ->
     event = networks.inference(features, seen, method="event").unflatten(1, shape)
     present = (board[..., 0] < env.config.num_cells).unflatten(1, shape)
     event = event * present[..., None]
-    discount = torch.where(windows.history_reset, 0.0, history_decay(args))[..., None, None]
-    done = windows.done[..., None, None]
-    histories = []
-    for t in range(windows.done.shape[1]):
-        histories.append(history)
-        history = add_event(history, event[:, t], done[:, t], discount[:, t])
-    return OpponentRows(board, walls, legal, features, torch.stack(histories, 1))
+    histories = sum_events(args, history, event, windows.done, windows.history_reset)
+    return OpponentRows(board, walls, legal, features, histories)
+
+
+def sum_events(args: Args, history, event, done, reset):
+    """add_event along windows, all steps at once: history [M, G, K, 2 * hidden] before the first
+    step, event [M, T, G, K, hidden], done and reset bool [M, T, G] -> the history before each step
+    [M, T, G, K, 2 * hidden]"""
+    steps = done.shape[1]
+    now, before = history.chunk(2, -1)
+    event = torch.cat([now[:, None], event], 1)  # what was known at the start comes first
+    game_number = count_before(done)
+    reset_number = count_before(reset)
+    games_ago = game_number[:, :, None] - F.pad(game_number, (0, 0, 1, 0))[:, None]  # [M, t, event, G]
+    forgotten = reset_number[:, :, None] > F.pad(reset_number, (0, 0, 1, 0))[:, None]
+    earlier = torch.ones(steps, steps + 1, device=done.device).tril()[..., None]
+    left = history_decay(args) ** games_ago.clamp(min=0) * ~forgotten * earlier
+    weight = torch.cat([left * (games_ago == 0), left * (games_ago > 0)], 1)
+    sums = torch.einsum("mtug,mugkh->mtgkh", weight, event)
+    sum_now, sum_before = sums.chunk(2, 1)
+    sum_before = sum_before + left[:, :, 0, :, None, None] * before[:, None]
+    return torch.cat([sum_now, sum_before], -1)
 
 
 def hindsight_goals(args: Args, env, networks, selection: str, windows: Transitions, goals, prior, present, done):
@@ -2014,21 +2072,48 @@ def prior_loss(args: Args, env, networks: Networks, rows: OpponentRows, windows:
     return recon + args.kl_coef * kl + moa
 
 
-def make_optimizer(params: list[nn.Parameter], learning_rate: float, eps=1e-8, beta2=0.999) -> torch.optim.Adam:
-    """Adam whose learning rate is a tensor and whose state stands in place, as a CUDA graph wants
-    it"""
-    rate = torch.tensor(learning_rate, device=params[0].device)
-    optimizer = torch.optim.Adam(params, lr=rate, eps=eps, betas=(0.9, beta2), fused=True, capturable=True)
-    for p in params:
-        optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
-    return optimizer
+class Adam:
+    """torch.optim.Adam with fused=True, without the seconds that torch.optim takes to load torch's
+    compiler. Learning rate and state are tensors that stay in place, as a CUDA graph wants them."""
+
+    def __init__(self, params: list[nn.Parameter], learning_rate: float, eps=1e-8, beta2=0.999):
+        device = params[0].device
+        rate = torch.tensor(learning_rate, device=device)
+        self.param_groups = [{"params": params, "lr": rate, "eps": eps, "beta1": 0.9, "beta2": beta2}]
+        self.state = {}
+        for p in params:
+            self.state[p] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        params = [p for p in group["params"] if p.grad is not None]
+        torch._fused_adam_(
+            params,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [self.state[p]["step"].add_(1) for p in params],
+            lr=group["lr"],
+            beta1=group["beta1"],
+            beta2=group["beta2"],
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
-def optimizer_step(optimizer: torch.optim.Adam, loss, max_norm: float) -> torch.Tensor:
+def optimizer_step(optimizer: Adam, loss, max_norm: float) -> torch.Tensor:
     """One step down the sum of losses [M]. -> the norm of each learner's gradient [M], each clipped
     to max_norm"""
     optimizer.zero_grad()
@@ -2074,7 +2159,7 @@ def train_world_model(args: Args, networks, optimizer, replay, offline, updates:
     metrics = []
     for _ in range(updates):
         batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, window=0)
-        step = batch.board, batch.walls, batch.joint, batch.seat
+        step = batch.board, batch.walls.float(), batch.joint, batch.seat
         row_losses = networks.world(*step, batch.next_board, batch.reward, method="loss")
         loss = masked_mean(row_losses, learner_mask(args.config, batch.board))
         optimizer_step(optimizer, loss, 1.0)
@@ -2101,8 +2186,13 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
 def predict_step(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
     """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
     board, the reward, clipped to the game's payoffs"""
-    next_board, reward = world(board, walls, joint, seat, method="predict")
+    next_board, reward = world(board, walls.float(), joint, seat, method="predict")
     return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))
+
+
+def always(x) -> torch.Tensor:
+    """bool [M, T, ...]: true in this step and all before"""
+    return x.byte().cumprod(1) > 0
 
 
 def payoff_errors(config: StagHuntConfig, reward) -> torch.Tensor:
@@ -2119,23 +2209,26 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     stride = math.ceil(transitions.done.shape[2] / 1024)
     played = tree_map(lambda x: x[:, : args.imagination_horizon, ::stride], transitions)
     board = played.board[:, 0]
-    valid = exact = paid = torch.ones_like(played.done[:, 0])
-    trusted, metrics = [], {}
+    predictions = []
     for k in range(played.done.shape[1]):
-        valid = valid & learner_mask(config, played.board[:, k])
         board, reward = predict_step(
             config, networks.world, board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
         )
-        predicted = payoff_errors(config, reward).argmin(-1)
-        exact = exact & (board == played.next_board[:, k]).all(2)
-        paid = paid & (payoff_errors(config, played.reward[:, k]).argmin(-1) == predicted)
-        metrics[f"wm/exact_match/{k + 1}"] = masked_mean(exact, valid)
-        metrics[f"wm/payoff_match/{k + 1}"] = masked_mean(paid, valid)
-        right = (exact & paid & valid).sum(1)
-        trusted.append(right >= args.trust_exact_match * valid.sum(1))  # without a game too
-        valid = valid & ~played.done[:, k]
-    horizon = torch.stack(trusted, 1).int().cumprod(1).sum(1)
-    metrics["wm/horizon"] = horizon.float()
+        predictions.append({"board": board, "reward": reward})
+    predicted = stack_steps(predictions)
+    payoff = payoff_errors(config, played.reward).argmin(3)
+    exact = (predicted["board"] == played.next_board).all(3)
+    paid = payoff_errors(config, predicted["reward"]).argmin(3) == payoff
+    valid = always(learner_mask(config, played.board)) & (count_before(played.done) == 0)
+    counts = valid.sum(2)  # [M, k]
+    right = {"exact_match": always(exact) & valid, "payoff_match": always(paid) & valid}
+    both = right["exact_match"] & right["payoff_match"]
+    trusted = both.sum(2) >= args.trust_exact_match * counts  # without a game too
+    horizon = always(trusted).sum(1)
+    metrics = {"wm/horizon": horizon.float()}
+    for name, match in right.items():
+        shares = match.sum(2) / counts.clamp(min=1e-6)
+        metrics |= {f"wm/{name}/{k + 1}": share for k, share in enumerate(shares.unbind(1))}
     unknown = payoff_errors(config, transitions.reward).amin(3)  # [M, T, E]
     unknown = unknown * learner_mask(config, transitions.board)
     metrics["wm/unknown_reward"] = unknown.flatten(1).amax(1)
@@ -2164,15 +2257,14 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     samples, values = [], []
     for step in range(args.imagination_horizon + 1):
         clock = time_now / config.final_time
-        views = entity_views(env, board, start.walls)
-        belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)
-        inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
-        values.append(value)
+        situation = board, start.walls, clock, last_joint, history, start.oracle_id
+        belief, said = perceive(args, env, networks, infer_opponents, *situation)
+        values.append(said["value"])
         if step == args.imagination_horizon:
             break
         noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
-        action = game.sample(log_probs.exp())
+        action = game.sample(said["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
         next_board, reward = predict_step(config, networks.world, board, start.walls, joint, start.seat)
         time_now = time_now + 1
@@ -2180,11 +2272,11 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         mask = mask & (step < horizon)[:, None]
         samples.append(
             {
-                "inputs": inputs,
-                "legal": legal,
+                "inputs": said["inputs"],
+                "legal": said["legal"],
                 "action": action,
-                "log_prob": log_probs.gather(2, action[..., None])[..., 0],
-                "log_probs": log_probs,
+                "log_prob": said["log_probs"].gather(2, action[..., None])[..., 0],
+                "log_probs": said["log_probs"],
                 "reward": shape_reward(args, config, reward, board, joint, next_board),
                 "ended": ended,
                 "mask": mask,
@@ -2302,6 +2394,7 @@ def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[
 
 def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """PPO on samples [M, n, ...]. -> means over all minibatches [M]"""
+    batch = {name: x for name, x in batch.items() if name not in ("reward", "value")}  # not read here
     batch = drop_masked(batch, batch["weight"] > 0, args.num_minibatches)
     updates = []
     for _ in range(args.update_epochs):
@@ -2476,6 +2569,7 @@ def find_explosion(args: Args, row: dict[str, float], networks: Networks) -> str
 # ---- Speed, ranks
 
 FUSED = (  # by --compile
+    perceive,
     entity_views,
     infer_opponents,
     predict_actions,
@@ -2494,7 +2588,8 @@ FUSED = (  # by --compile
 
 def fuse(use: bool) -> None:
     """The functions above as torch.compile makes them, or as they are written"""
-    torch._dynamo.config.recompile_limit = 64  # else it would go on uncompiled after 8 shapes
+    if use:
+        torch._dynamo.config.recompile_limit = 64  # else it would go on uncompiled after 8 shapes
     for function in FUSED:
         globals()[function.__name__] = torch.compile(function, dynamic=False) if use else function
 
@@ -2606,7 +2701,7 @@ class TrainState:
 
     args: Args
     networks: Networks
-    optimizers: dict[str, torch.optim.Adam]
+    optimizers: dict[str, Adam]
     games: Games  # the learners' own
     watched: Games | None  # of rule-based players: the models must not forget them
     eps: torch.Tensor  # [] share of hindsight subgoals in MOA's training
@@ -2661,13 +2756,13 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
     network_seeds = [100 * seed + i for seed in seeds for i in range(m // len(seeds))]
     networks = make_networks(args, network_seeds, device)
     policy = networks.policy.parameters()
-    optimizers = {"policy": make_optimizer(policy, args.learning_rate, eps=1e-5)}
+    optimizers = {"policy": Adam(policy, args.learning_rate, eps=1e-5)}
     if networks.moa is not None:
         learned = networks.inference.parameters() + networks.moa.parameters()
-        optimizers["opponents"] = make_optimizer(learned, args.subgoal_learning_rate)
+        optimizers["opponents"] = Adam(learned, args.subgoal_learning_rate)
     if networks.world is not None:
         world = networks.world.parameters()
-        optimizers["world"] = make_optimizer(world, args.wm_learning_rate, beta2=0.99)
+        optimizers["world"] = Adam(world, args.wm_learning_rate, beta2=0.99)
     watched = None
     if networks.moa is not None and args.offline_ratio > 0:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -2734,9 +2829,9 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     if args.vae_checkpoint is None:
         names = ("inference", "moa", "prior", "moa_prior")
         learned = itertools.chain(*(getattr(networks, name).parameters() for name in names))
-        optimizers["opponents"] = make_optimizer(list(learned), 0.0)
+        optimizers["opponents"] = Adam(list(learned), 0.0)
     if args.world_model_checkpoint is None and networks.world is not None:
-        optimizers["world"] = make_optimizer(networks.world.parameters(), 0.0, beta2=0.99)
+        optimizers["world"] = Adam(networks.world.parameters(), 0.0, beta2=0.99)
 
     def play():
         return rollout(args, games, networks, args.num_steps)
@@ -2951,7 +3046,7 @@ def add_histograms(run: game.Run, samples: dict, step: int) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Returns the last logged metrics, averaged over seeds."""
-    started = time.time()
+    start = game.Stopwatch()
     config = validate(args)
     rank, num_ranks, device = init_ranks(game.resolve_device(args.device))
     refuse(args.num_envs % num_ranks > 0, f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} ranks")
@@ -2977,6 +3072,7 @@ def main(args: Args) -> dict[str, float]:
         load_pretrained(rank_args, state.networks)
     else:
         load_state(args, state, checkpoint, rank, say)
+    start.record("networks")
     learners = state.games.seats.num_learners
     say(f"{config.setting}, {args.method}, {learners} learner(s), on {num_ranks} x {device.type}")
     if device.type == "cpu" and config.num_cells > 16 and args.total_timesteps < 500_000:
@@ -2991,15 +3087,20 @@ def main(args: Args) -> dict[str, float]:
             held.callback(run.close)
         if checkpoint is None:
             prepare(args, state, seeds, rank, say)
+        start.record("pretraining")
         stages = {"train": functools.partial(train_iteration, state)}
         if state.watched is not None:
             stages["watch"] = functools.partial(watch_rule_based, state)
+        if rank_args.compile:
+            say("compiling takes about a minute, the second time less: torch keeps what it compiled")
         fuse(rank_args.compile)
         if device.type == "cuda" and args.cudagraphs:
             stages = capture_graphs(state, stages)
-        ready = time.time() - started
+        start.record("graphs")
+        ready = sum(start.stages.values())
         if run is not None:
-            say(f"ready after {ready:.1f} s; run folder {run.folders[0]}")
+            stages_text = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start.stages.items())
+            say(f"ready after {ready:.1f} s ({stages_text}); run folder {run.folders[0]}")
         stop = held.enter_context(game.stop_requests())
         bar = tqdm(
             initial=step,
@@ -3037,6 +3138,7 @@ def main(args: Args) -> dict[str, float]:
                 "charts/learning_rate": learning_rate,
                 "time/training": seconds,
                 "time/ready": ready,
+                **{f"time/start/{name}": x for name, x in start.stages.items()},
                 **samples["timer"].seconds(),
             }
             if run is not None:

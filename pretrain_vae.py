@@ -40,13 +40,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 from torch import nn
-from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "pretrain_vae.py 9"  # of a checkpoint
+FORMAT = "pretrain_vae.py 10"  # of a checkpoint
 KEYS = {  # in it
     "args": dict,
     "device": str,
@@ -188,29 +187,46 @@ def memory_needs(args: Args) -> dict[str, int]:
     return {flags + many: size for flags, size in needs.items()}
 
 
-# ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
+# ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
+# looks at another, so Stacked may split a batch.
 
 
-def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """Uniform weights of variance gain^2 / inputs, no bias at the start"""
-    linear = nn.Linear(inputs, outputs)
-    bound = gain * math.sqrt(3 / inputs)
-    nn.init.uniform_(linear.weight, -bound, bound)
-    nn.init.zeros_(linear.bias)
-    return linear
+class Linear(nn.Module):
+    """[M, n, inputs] -> [M, n, outputs]. Uniform weights of variance gain^2 / inputs, no bias at
+    the start"""
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
+        super().__init__()
+        bound = gain * math.sqrt(3 / inputs)
+        self.weight = nn.Parameter(torch.empty(1, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(1, outputs))
+
+    def forward(self, x):
+        if not x.is_floating_point():
+            raise TypeError("a layer reads floats: in whole numbers its weights would be rounded")
+        parts = len(x) // len(self.weight)  # of a batch that Stacked has split
+        weight = repeat(self.weight.to(x.dtype), parts)
+        bias = repeat(self.bias.to(x.dtype), parts)
+        return torch.bmm(x, weight) + bias[:, None]
+
+
+def repeat(x, times: int):
+    """[M, ...] -> [M * times, ...]"""
+    return x if times == 1 else x.repeat_interleave(times, 0)
 
 
 def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
     """Layers with ReLU between them; gain is the last one's"""
     layers = []
     for inputs, outputs in itertools.pairwise(sizes[:-1]):
-        layers += [layer(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, layer(sizes[-2], sizes[-1], gain))
+        layers += [Linear(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, Linear(sizes[-2], sizes[-1], gain))
 
 
 class Stacked:
-    """M networks of one kind, called in one operation: inputs [M, n, ...] -> outputs [M, n, ...],
-    in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype` where one is."""
+    """M networks of one kind as one whose parameters are theirs: inputs [M, n, ...] -> outputs
+    [M, n, ...], in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype`
+    where one is."""
 
     def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
         networks = []
@@ -218,47 +234,33 @@ class Stacked:
             for seed in seeds:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
-        stacked, _ = stack_module_state(networks)
-        self.network = networks[0].to(device)  # its buffers serve all
+        self.network = networks[0]
+        for own in zip(*(network.parameters() for network in networks), strict=True):
+            own[0].data = torch.cat([p.data for p in own])
+        self.network.to(device)
+        self.params = dict(self.network.named_parameters())
         self.dtype = dtype
         self.train_dtype = train_dtype
-        self.params = {}
-        self.places = []  # where call_one puts a learner's parameters, and what stands there
-        for name, p in stacked.items():
-            if name.endswith("weight") and p.dim() == 3:  # of nn.Linear, which reads the transpose: slow on ARM
-                p = p.mT.contiguous().mT
-            self.params[name] = nn.Parameter(p.detach().to(device))
-            path, _, leaf = name.rpartition(".")
-            owner = self.network.get_submodule(path)._parameters
-            self.places.append((owner, leaf, owner[leaf]))
 
     def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
-        dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
-        m, n = inputs[0].shape[:2]
-        params = [p.to(dtype) for p in self.params.values()]
+        learning = torch.is_grad_enabled()
+        dtype = self.train_dtype if learning else self.dtype
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         # On a GPU a long batch is split: as one long sum per learner, a weight's gradient leaves
         # most of it idle.
-        parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
+        m, n = inputs[0].shape[:2]
+        parts = 1
+        if learning and inputs[0].is_cuda:
+            parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
         if parts > 1:
-            params = [p.repeat_interleave(parts, 0) for p in params]
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
-        outputs = vmap(lambda *x: self.call_one(method, *x))(params, *inputs)
+        outputs = getattr(self.network, method)(*inputs)
 
         def join(x):
             x = x.float() if x.is_floating_point() else x
             return x.reshape(m, n, *x.shape[2:])
 
         return tree_map(join, outputs)
-
-    def call_one(self, method: str, params: list, *inputs):
-        """One learner. As torch.func.functional_call, in half the time, and for any method."""
-        for (owner, name, _), p in zip(self.places, params, strict=True):
-            owner[name] = p
-        outputs = getattr(self.network, method)(*inputs)
-        for owner, name, first in self.places:
-            owner[name] = first
-        return outputs
 
     def __len__(self) -> int:
         return len(self.parameters()[0])
@@ -274,40 +276,35 @@ class Stacked:
 
 
 class SumRows(torch.autograd.Function):
-    """table [rows, width], index int64 [n, k] -> sums of k rows [n, width]. For a CPU: there a
-    product with one-hot rows takes 4 to 25 times as long (4x4 to 8x8, one ARM core)."""
+    """table [M, rows, width], index int64 [M, n, k] -> sums of k rows [M, n, width]. For a CPU:
+    there a product with one-hot rows takes 4 to 25 times as long (4x4 to 8x8, one ARM core)."""
 
     @staticmethod
     def forward(table, index):
-        return F.embedding_bag(index, table, mode="sum")
+        first_row = table.shape[1] * torch.arange(len(table))  # of each table, end to end
+        index = index + first_row[:, None, None]
+        sums = F.embedding_bag(index.flatten(0, 1), table.flatten(0, 1), mode="sum")
+        return sums.unflatten(0, index.shape[:2])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         table, index = inputs
         ctx.save_for_backward(index)
-        ctx.num_rows = len(table)
+        ctx.table_shape = table.shape
 
     @staticmethod
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        table_grad = grad.new_zeros(ctx.num_rows, grad.shape[1])
-        for rows in index.unbind(1):
-            table_grad.index_add_(0, rows, grad)
+        table_grad = grad.new_zeros(ctx.table_shape)
+        for learner, rows in enumerate(index):
+            for row in rows.unbind(1):
+                table_grad[learner].index_add_(0, row, grad[learner])
         return table_grad, None
-
-    @staticmethod
-    def vmap(info, in_dims, table, index):
-        """The tables of all learners, end to end"""
-        learners, rows, _ = table.shape
-        first_row = rows * torch.arange(learners, device=index.device)
-        index = index + first_row[:, None, None]
-        sums = SumRows.apply(table.flatten(0, 1), index.flatten(0, 1))
-        return sums.unflatten(0, (learners, -1)), 0
 
 
 class BoardEncoder(nn.Module):
     """A board -> features. Each player and prey is looked up by its kind and its cell relative to
-    the observer; what is found adds up."""
+    the observer, or by its number if it is not there; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, hidden: int):
         super().__init__()
@@ -318,30 +315,35 @@ class BoardEncoder(nn.Module):
         row, column = np.divmod(np.arange(cells), config.width)
         down = row - row[:, None] + config.height - 1
         right = column - column[:, None] + config.width - 1
-        rows = spots * (players + 2) + cells + 1  # the last row stands for what is not there
-        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((players + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, cell]
-        first_row = spots * np.arange(players + 2)[:, None, None]  # of each kind
+        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
+        entity = np.arange(len(kinds))
+        first_row = spots * np.array(kinds)[:, None, None]
+        own_row = spots * (players + 2)  # the observer itself is looked up by its cell on the board
+        missing = own_row + cells + entity
+        lookup = np.empty((len(kinds), cells + 1, cells + 1), int)  # [entity, own cell, its cell]
+        lookup[:] = missing[:, None, None]
         lookup[:, :cells, :cells] = first_row + down * wide + right
         lookup[:, cells] = lookup[:, 0]  # who has left sees the board from its first cell
-        lookup[0, :cells] = spots * (players + 2) + np.arange(cells)[:, None]  # the observer itself
-        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
+        lookup[0, :cells] = own_row + np.arange(cells)[:, None]
+        rows = own_row + cells + len(kinds)
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
-        self.table = nn.Parameter(0.1 * torch.randn(rows, 2 * hidden))
-        self.walls = layer(cells, 2 * hidden) if config.max_wall_pieces else None
+        self.register_buffer("entity", torch.tensor(entity), persistent=False)
+        self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
+        self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board, walls):
-        """int64 [n, N + P], float [n, H*W] (without walls: [n, 1]) -> [n, hidden]"""
-        row = self.lookup[self.kind, board[:, :1], board]
+        """int64 [M, n, N + P], float [M, n, H*W] (without walls: [M, n, 1]) -> [M, n, hidden]"""
+        row = self.lookup[self.entity, board[..., :1], board]
+        table = self.table.to(walls.dtype)
         if row.is_cuda:  # the same as a product: the gradient of a lookup is slow on a GPU
-            zeros = self.table.new_zeros(len(row), len(self.table))
-            x = zeros.scatter(1, row, 1.0) @ self.table
+            table = repeat(table, len(row) // len(table))
+            zeros = table.new_zeros(*row.shape[:2], table.shape[1])
+            x = torch.bmm(zeros.scatter(2, row, 1.0), table)
         else:
-            x = SumRows.apply(self.table, row)
-            missing = (row == len(self.table) - 1).sum(1, keepdim=True)
-            x = x - (missing - 1).clamp(min=0) * self.table[-1]  # its row counts once
+            whole = row.reshape(len(table), -1, row.shape[2])
+            x = SumRows.apply(table, whole).view(*row.shape[:2], -1)
         if self.walls is not None:
             x = x + self.walls(walls)
         return self.mix(x.relu()).relu_()
@@ -359,7 +361,7 @@ class SubgoalPrior(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(config, hidden)
-        self.head = layer(hidden, num_goal_params(args))
+        self.head = Linear(hidden, num_goal_params(args))
         self.decoder = mlp(args.goal_dim, hidden, math.prod(config.observation_shape))
 
     def forward(self, board, walls):
@@ -383,25 +385,23 @@ class SubgoalInference(nn.Module):
         self.decoder = mlp(args.goal_dim + 2 * hidden, hidden, math.prod(config.observation_shape))
 
     def event(self, features, joint):
-        """features [n, hidden], joint action [n, N] -> what the step adds to the history [n,
-        hidden]"""
-        acts = F.one_hot(joint, NUM_ACTIONS).flatten(1).to(features.dtype)
-        event = self.events(torch.cat([features, acts], 1))
-        return F.pad(event[:, 1:], (1, 0), value=1.0)
+        """features [M, n, hidden], joint action [M, n, N] -> what the step adds to the history
+        [M, n, hidden]"""
+        acts = F.one_hot(joint, NUM_ACTIONS).flatten(2).to(features.dtype)
+        event = self.events(torch.cat([features, acts], 2))
+        return F.pad(event[..., 1:], (1, 0), value=1.0)
 
     @staticmethod
     def read(history):
-        """[n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
-        now, before = history.chunk(2, 1)
-        now = now / (1 + now[:, :1]).sqrt()
-        before = before / (1 + before[:, :1]).sqrt()
-        return torch.cat([now, before], 1)
+        """[M, n, 2 * hidden]: evidence grows with the number of events, its noise with the root"""
+        sums = history.unflatten(2, (2, -1))  # of this game and of earlier ones
+        return (sums / (1 + sums[..., :1]).sqrt()).flatten(2)
 
     def forward(self, features, history):
-        return self.head(torch.cat([features, self.read(history)], 1))
+        return self.head(torch.cat([features, self.read(history)], 2))
 
     def reconstruct(self, goal, history):
-        return self.decoder(torch.cat([goal, self.read(history)], 1))
+        return self.decoder(torch.cat([goal, self.read(history)], 2))
 
 
 class ActionModel(nn.Module):
@@ -415,9 +415,9 @@ class ActionModel(nn.Module):
         self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, board, walls, clock, goal, legal):
-        clock = F.pad(clock[:, None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
-        logits = self.head(torch.cat([self.encoder(board, walls), clock, goal], 1))
-        return logits.float().masked_fill(~legal, -1e9).log_softmax(1)
+        clock = F.pad(clock[..., None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
+        logits = self.head(torch.cat([self.encoder(board, walls), clock, goal], 2))
+        return logits.float().masked_fill(~legal, -1e9).log_softmax(2)
 
 
 def goal_mean(kind: str, params):
@@ -807,7 +807,9 @@ def classifier_figures(probs: np.ndarray, action: np.ndarray, confusion: np.ndar
 def probe(goals, prey, weight, test_goals, test_prey, updates: int = 200) -> torch.Tensor:
     """Does a linear reading of g tell which prey j will take? Fitted to goals [R, T, D], prey [R],
     weight [R, T] -> bool [R, T]: right on the test"""
-    linear = layer(goals.shape[2], 3, 0.0).to(goals.device)
+    linear = nn.Linear(goals.shape[2], 3, device=goals.device)
+    for p in linear.parameters():
+        nn.init.zeros_(p)
     scale = goals.std((0, 1)).clamp(min=1e-6)
     optimizer = torch.optim.Adam(linear.parameters(), lr=0.1)
     label = prey[:, None].expand(goals.shape[:2])

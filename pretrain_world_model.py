@@ -35,12 +35,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 from torch import nn
-from torch.func import stack_module_state, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "pretrain_world_model.py 9"  # of a checkpoint
+FORMAT = "pretrain_world_model.py 10"  # of a checkpoint
 KEYS = {  # in it
     "args": dict,
     "device": str,
@@ -191,29 +190,46 @@ def memory_needs(args: Args) -> dict[str, int]:
     return {flags + many: size for flags, size in needs.items()}
 
 
-# ---- Networks, each for one learner and n rows. A row never looks at another, so Stacked may split a batch.
+# ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
+# looks at another, so Stacked may split a batch.
 
 
-def layer(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """Uniform weights of variance gain^2 / inputs, no bias at the start"""
-    linear = nn.Linear(inputs, outputs)
-    bound = gain * math.sqrt(3 / inputs)
-    nn.init.uniform_(linear.weight, -bound, bound)
-    nn.init.zeros_(linear.bias)
-    return linear
+class Linear(nn.Module):
+    """[M, n, inputs] -> [M, n, outputs]. Uniform weights of variance gain^2 / inputs, no bias at
+    the start"""
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
+        super().__init__()
+        bound = gain * math.sqrt(3 / inputs)
+        self.weight = nn.Parameter(torch.empty(1, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(1, outputs))
+
+    def forward(self, x):
+        if not x.is_floating_point():
+            raise TypeError("a layer reads floats: in whole numbers its weights would be rounded")
+        parts = len(x) // len(self.weight)  # of a batch that Stacked has split
+        weight = repeat(self.weight.to(x.dtype), parts)
+        bias = repeat(self.bias.to(x.dtype), parts)
+        return torch.bmm(x, weight) + bias[:, None]
+
+
+def repeat(x, times: int):
+    """[M, ...] -> [M * times, ...]"""
+    return x if times == 1 else x.repeat_interleave(times, 0)
 
 
 def mlp(*sizes: int, gain: float = 1.0) -> nn.Sequential:
     """Layers with ReLU between them; gain is the last one's"""
     layers = []
     for inputs, outputs in itertools.pairwise(sizes[:-1]):
-        layers += [layer(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, layer(sizes[-2], sizes[-1], gain))
+        layers += [Linear(inputs, outputs, math.sqrt(2)), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, Linear(sizes[-2], sizes[-1], gain))
 
 
 class Stacked:
-    """M networks of one kind, called in one operation: inputs [M, n, ...] -> outputs [M, n, ...],
-    in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype` where one is."""
+    """M networks of one kind as one whose parameters are theirs: inputs [M, n, ...] -> outputs
+    [M, n, ...], in float32. Inside, `dtype` holds where no gradient is asked for, `train_dtype`
+    where one is."""
 
     def __init__(self, make, seeds: list[int], device, dtype=torch.float32, train_dtype=torch.float32):
         networks = []
@@ -221,47 +237,33 @@ class Stacked:
             for seed in seeds:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
-        stacked, _ = stack_module_state(networks)
-        self.network = networks[0].to(device)  # its buffers serve all
+        self.network = networks[0]
+        for own in zip(*(network.parameters() for network in networks), strict=True):
+            own[0].data = torch.cat([p.data for p in own])
+        self.network.to(device)
+        self.params = dict(self.network.named_parameters())
         self.dtype = dtype
         self.train_dtype = train_dtype
-        self.params = {}
-        self.places = []  # where call_one puts a learner's parameters, and what stands there
-        for name, p in stacked.items():
-            if name.endswith("weight") and p.dim() == 3:  # of nn.Linear, which reads the transpose: slow on ARM
-                p = p.mT.contiguous().mT
-            self.params[name] = nn.Parameter(p.detach().to(device))
-            path, _, leaf = name.rpartition(".")
-            owner = self.network.get_submodule(path)._parameters
-            self.places.append((owner, leaf, owner[leaf]))
 
     def __call__(self, *inputs: torch.Tensor, method: str = "forward"):
-        dtype = self.train_dtype if torch.is_grad_enabled() else self.dtype
-        m, n = inputs[0].shape[:2]
-        params = [p.to(dtype) for p in self.params.values()]
+        learning = torch.is_grad_enabled()
+        dtype = self.train_dtype if learning else self.dtype
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         # On a GPU a long batch is split: as one long sum per learner, a weight's gradient leaves
         # most of it idle.
-        parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1) if inputs[0].is_cuda else 1
+        m, n = inputs[0].shape[:2]
+        parts = 1
+        if learning and inputs[0].is_cuda:
+            parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
         if parts > 1:
-            params = [p.repeat_interleave(parts, 0) for p in params]
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
-        outputs = vmap(lambda *x: self.call_one(method, *x))(params, *inputs)
+        outputs = getattr(self.network, method)(*inputs)
 
         def join(x):
             x = x.float() if x.is_floating_point() else x
             return x.reshape(m, n, *x.shape[2:])
 
         return tree_map(join, outputs)
-
-    def call_one(self, method: str, params: list, *inputs):
-        """One learner. As torch.func.functional_call, in half the time, and for any method."""
-        for (owner, name, _), p in zip(self.places, params, strict=True):
-            owner[name] = p
-        outputs = getattr(self.network, method)(*inputs)
-        for owner, name, first in self.places:
-            owner[name] = first
-        return outputs
 
     def __len__(self) -> int:
         return len(self.parameters()[0])
@@ -287,7 +289,6 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.sizes = [config.num_players, config.num_stags, config.num_hares]
         self.by_name = config.strengths is not None
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
@@ -295,17 +296,26 @@ class WorldModel(nn.Module):
         on_board = (row >= 0) & (row < config.height) & (column >= 0) & (column < config.width)
         around = np.where(on_board, row * config.width + column, self.gone)
         around = torch.tensor([*around.tolist(), [self.gone] * 9])  # [H*W + 1, 9]
-        target = around[:, [1, 7, 3, 5, 4]]  # up, down, left, right, stay
-        target = F.pad(target, (0, 1), value=self.gone)  # gone
+        moves = torch.tensor([1, 7, 3, 5, 4])  # up, down, left, right, stay
+        target = F.pad(around[:, moves], (0, 1), value=self.gone)  # gone
+        near = torch.full((self.gone + 1, self.gone + 1), 9)  # where around a cell another is; 9: nowhere
+        near.scatter_(1, around, torch.arange(9).expand_as(around))
+        near[:, self.gone] = 9
+        self.register_buffer("moves", moves, persistent=False)
+        self.register_buffer("near", near, persistent=False)
         self.register_buffer("around", around, persistent=False)
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
         # from one), or, where players differ in strength, who does, and how strong each is; and the
         # board.
-        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        self.num_acts = NUM_ACTIONS * (self.players if self.by_name else 1)
+        inputs = NUM_ACTIONS + 9 * (self.num_acts + 4)
+        stag, hare = self.num_acts, self.num_acts + 1
+        prey = torch.tensor([stag] * config.num_stags + [hare] * config.num_hares)
+        self.register_buffer("prey", prey, persistent=False)
         if self.by_name:
-            inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS * self.players + 4) + self.players
+            inputs += self.players
             seat = torch.arange(self.players)
             ego = (seat[:, None] + seat) % self.players
             strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
@@ -316,86 +326,91 @@ class WorldModel(nn.Module):
         # among. And one payoff head per size of a hunting party: one for all would pay four
         # hunters, which are rare, as three.
         self.num_payoff_heads = HUNT_STAG + 2 * self.players
-        self.outcome_head = layer(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
-        self.prey_head = layer(args.wm_hidden, 1, 0.01)
-        self.payoff_head = layer(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
+        self.outcome_head = Linear(args.wm_hidden, NUM_ACTIONS * 6, 0.01)
+        self.prey_head = Linear(args.wm_hidden, 1, 0.01)
+        self.payoff_head = Linear(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
     def forward(self, board, walls, joint, seat):
-        """board [n, N + P] and joint action [n, N] in the observer's ego order, walls [n, H*W] (or
-        [n, 1]), the observer's seat [n] -> logits of each player's outcome [n, N, 6], of the prey
-        on its cell being taken [n, N], of the observer's payoff [n, payoffs]"""
-        acts = F.one_hot(joint.long(), NUM_ACTIONS).to(self.prey_head.weight.dtype)  # [n, N, 7]
-        cell = board[:, : self.players].long()
-        walls = F.pad(walls.expand(-1, self.gone), (0, 1), value=1).to(acts.dtype)
-        x = self.patches(board, walls, acts, seat)
-        x = self.trunk(F.pad(x, (0, self.padding))).relu_()  # [n, N, hidden]
-        blocked = walls.gather(1, self.target[cell][..., :5].flatten(1)).view(*cell.shape, 5) > 0
-        no_prey = ~self.on_prey(board).any(2, keepdim=True)  # nobody leaves from here
-        outcome = select_head(self.outcome_head(x), joint.long(), NUM_ACTIONS).float()
-        outcome = outcome.masked_fill(torch.cat([blocked, no_prey], 2), -1e9)
-        case = self.payoff_case(cell, joint.long())
-        payoff = select_head(self.payoff_head(x[:, 0]), case, self.num_payoff_heads)
-        return outcome, self.prey_head(x).squeeze(2).float(), payoff.float()
+        """board [M, n, N + P] and joint action [M, n, N] in the observer's ego order, walls [M, n,
+        H*W] (or [M, n, 1]), the observer's seat [M, n] -> logits of each player's outcome [M, n, N,
+        6], of the prey on its cell being taken [M, n, N], of the observer's payoff [M, n,
+        payoffs]"""
+        board = board.long()
+        joint = joint.long()
+        cell = board[..., : self.players]
+        around = self.around[cell]  # [M, n, N, 9]
+        walls = F.pad(walls.expand(-1, -1, self.gone), (0, 1), value=1)
+        blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
+        x = self.patches(board, around, blocked, joint, seat)
+        x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
+        outcome = self.outcome_head(x).unflatten(1, (-1, self.players))
+        outcome = select_head(outcome, joint, NUM_ACTIONS).float()
+        no_prey = ~self.on_prey(board).any(3, keepdim=True)  # nobody leaves from here
+        impossible = torch.cat([blocked[..., self.moves] > 0, no_prey], 3)
+        outcome = outcome.masked_fill(impossible, -1e9)
+        taken = self.prey_head(x).view(cell.shape).float()
+        payoff = self.payoff_head(x[:, :: self.players])  # the observer's
+        payoff = select_head(payoff, self.payoff_case(cell, joint), self.num_payoff_heads).float()
+        return outcome, taken, payoff
 
-    def patches(self, board, walls, acts, seat):
-        """What the network reads for each player [n, N, _]: its own action and the 3x3 cells around
-        it"""
-        where = F.one_hot(board.long(), self.gone + 1).to(acts.dtype)
-        players, stags, hares = where.split(self.sizes, 1)
-        painted = acts.mT @ players  # [n, 7, H*W + 1]
+    def patches(self, board, around, blocked, joint, seat):
+        """What the network reads for each player [M, n, N, _]: its own action and, in the 3x3 cells
+        around it, how many do what, prey, walls, and which of them are on the board"""
+        acts = F.one_hot(joint, NUM_ACTIONS).to(blocked.dtype)  # [M, n, N, 7]
+        kind = joint
         if self.by_name:
-            painted = (acts[..., None] * players[:, :, None]).flatten(1, 2)  # [n, N * 7, H*W + 1]
-        scene = torch.stack([walls, stags.sum(1), hares.sum(1), torch.ones_like(walls)], 1)
-        painted = torch.cat([painted, scene], 1)
-        painted = F.pad(painted[..., : self.gone], (0, 1))  # off the board: 0
-        around = self.around[board[:, : self.players].long()].flatten(1)  # [n, N * 9]
-        around = around[:, None].expand(-1, painted.shape[1], -1)
-        patch = painted.gather(2, around).unflatten(2, (self.players, 9))
-        inputs = [acts, patch.transpose(1, 2).flatten(2)]
+            kind = joint + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
+        kind = torch.cat([kind, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
+        near = self.near[board[..., : self.players, None], board[:, :, None]]  # [M, n, N, N + P]
+        seen = blocked.new_zeros(*joint.shape, 10 * (self.num_acts + 2))
+        seen = seen.scatter_add(3, 10 * kind + near, seen.new_ones(near.shape))
+        seen = seen.unflatten(3, (-1, 10))[..., :9]
+        on_board = (around < self.gone).to(blocked.dtype)
+        inputs = [acts, seen.flatten(3), blocked * on_board, on_board]
         if self.by_name:
-            strengths = self.strengths[seat.long()][:, None]
-            inputs.append(strengths.expand(-1, self.players, -1).to(acts.dtype))
-        return torch.cat(inputs, 2)
+            strengths = self.strengths[seat.long()][:, :, None]
+            inputs.append(strengths.expand(-1, -1, self.players, -1).to(blocked.dtype))
+        return torch.cat(inputs, 3)
 
     def on_prey(self, board):
-        """bool [n, N, P]: this player stands on this prey"""
-        players = board[:, : self.players, None]
-        prey = board[:, None, self.players :]
+        """bool [M, n, N, P]: this player stands on this prey"""
+        players = board[..., : self.players, None]
+        prey = board[:, :, None, self.players :]
         return (players == prey) & (players < self.gone)
 
     def payoff_case(self, cell, joint):
-        """Which payoff head [n]: by the observer's action and, if it hunts, by how many hunt with
+        """Which payoff head [M, n]: by the observer's action and, if it hunts, by how many hunt with
         it"""
-        action = joint[:, 0]
-        party = ((cell == cell[:, :1]) & (joint == joint[:, :1])).sum(1)
+        action = joint[..., 0]
+        party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
         hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         return torch.where(action >= HUNT_STAG, hunt, action)
 
     def loss(self, board, walls, joint, seat, next_board, reward):
-        """-> [n]"""
+        """-> [M, n]"""
         outcome, taken, payoff = self(board, walls, joint, seat)
-        cell = board[:, : self.players]
-        next_cell = next_board[:, : self.players]
-        goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(2)
+        cell = board[..., : self.players]
+        next_cell = next_board[..., : self.players]
+        goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(3)
         goes = torch.where(next_cell < self.gone, goes, 5)
-        outcome_loss = -outcome.log_softmax(2).gather(2, goes[..., None])[..., 0]
+        outcome_loss = -outcome.log_softmax(3).gather(3, goes[..., None])[..., 0]
         outcome_loss = outcome_loss * (cell < self.gone)
         on_prey = self.on_prey(board)
-        lost = (on_prey & (next_board[:, None, self.players :] == self.gone)).any(2).float()
+        lost = (on_prey & (next_board[:, :, None, self.players :] == self.gone)).any(3).float()
         taken_loss = F.binary_cross_entropy_with_logits(taken, lost, reduction="none")
-        taken_loss = taken_loss * on_prey.any(2)
-        paid = (reward[:, None] - self.payoffs).abs().argmin(1, keepdim=True)
-        payoff_loss = -payoff.log_softmax(1).gather(1, paid)[:, 0]
-        return (outcome_loss + taken_loss).sum(1) + payoff_loss
+        taken_loss = taken_loss * on_prey.any(3)
+        paid = (reward[..., None] - self.payoffs).abs().argmin(2, keepdim=True)
+        payoff_loss = -payoff.log_softmax(2).gather(2, paid)[..., 0]
+        return (outcome_loss + taken_loss).sum(2) + payoff_loss
 
     def predict(self, board, walls, joint, seat):
-        """-> the most likely next board [n, N + P], reward [n]"""
+        """-> the most likely next board [M, n, N + P], reward [M, n]"""
         outcome, taken, payoff = self(board, walls, joint, seat)
-        target = self.target[board[:, : self.players].long()]  # from `gone` every way leads there
-        players = target.gather(2, outcome.argmax(2, keepdim=True))[..., 0]
-        lost = (self.on_prey(board) & (taken > 0)[..., None]).any(1)
-        prey = torch.where(lost, self.gone, board[:, self.players :])
-        return torch.cat([players, prey], 1).to(board.dtype), self.payoffs[payoff.argmax(1)]
+        target = self.target[board[..., : self.players].long()]  # from `gone` every way leads there
+        players = target.gather(3, outcome.argmax(3, keepdim=True))[..., 0]
+        lost = (self.on_prey(board) & (taken > 0)[..., None]).any(2)
+        prey = torch.where(lost, self.gone, board[..., self.players :])
+        return torch.cat([players, prey], 2).to(board.dtype), self.payoffs[payoff.argmax(2)]
 
 
 def select_head(logits, head, num_heads: int):
@@ -419,35 +434,34 @@ class PixelWorldModel(nn.Module):
         self.layers = mlp(inputs, hidden, hidden, hidden, planes + 1)
 
     def forward(self, planes, joint, seat):
-        """planes [n, C, H, W] and joint action [n, N] in the observer's ego order, its seat [n] ->
-        the next planes [n, C, H, W], its reward [n]"""
-        acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(1)
+        """planes [M, n, C, H, W] and joint action [M, n, N] in the observer's ego order, its seat
+        [M, n] -> the next planes [M, n, C, H, W], its reward [M, n]"""
+        acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(2)
         seat = F.one_hot(seat.long(), self.config.num_players)  # whose strength is whose
-        x = torch.cat([planes.flatten(1), acts, seat], 1)
-        x = self.layers(x.to(self.layers[0].weight.dtype))
-        return x[:, :-1].view(planes.shape), x[:, -1]
+        x = self.layers(torch.cat([planes.flatten(2), acts, seat], 2).float())
+        return x[..., :-1].view(planes.shape), x[..., -1]
 
     def loss(self, board, walls, joint, seat, next_board, reward):
-        """-> [n]"""
+        """-> [M, n]"""
         planes, paid = self(game.planes(self.config, board, walls), joint, seat)
         next_planes = game.planes(self.config, next_board, walls)
         squared = (planes - next_planes).square() * self.channel_weights
-        return squared.mean((2, 3)).sum(1) + (paid - reward).square()
+        return squared.mean((3, 4)).sum(2) + (paid - reward).square()
 
     def predict(self, board, walls, joint, seat):
-        """What a learner takes it for: the next board [n, N + P], of a player that seems to be in
-        several cells the first, reward [n]"""
+        """What a learner takes it for: the next board [M, n, N + P], of a player that seems to be
+        in several cells the first, reward [M, n]"""
         planes, paid = self(game.planes(self.config, board, walls), joint, seat)
-        seen = (planes > 0.5).flatten(2).byte()
+        seen = (planes > 0.5).flatten(3).byte()
         seen = F.pad(seen, (0, 1))  # nothing is in the cell that is not on the board
-        players, _, stags, hares = seen.split([self.config.num_players, 1, 1, 1], 1)
+        players, _, stags, hares = seen.split([self.config.num_players, 1, 1, 1], 2)
         gone = self.config.num_cells
-        next_players = torch.where(players.amax(2) > 0, players.argmax(2), gone)
-        prey = board[:, self.config.num_players :].long()
-        stag_cells, hare_cells = prey.split([self.config.num_stags, self.config.num_hares], 1)
-        left = torch.cat([stags[:, 0].gather(1, stag_cells), hares[:, 0].gather(1, hare_cells)], 1)
-        next_prey = torch.where(left > 0, prey, gone)
-        return torch.cat([next_players, next_prey], 1).to(board.dtype), paid
+        next_players = torch.where(players.amax(3) > 0, players.argmax(3), gone)
+        prey = board[..., self.config.num_players :].long()
+        stag_cells, hare_cells = prey.split([self.config.num_stags, self.config.num_hares], 2)
+        left = [stags[:, :, 0].gather(2, stag_cells), hares[:, :, 0].gather(2, hare_cells)]
+        next_prey = torch.where(torch.cat(left, 2) > 0, prey, gone)
+        return torch.cat([next_players, next_prey], 2).to(board.dtype), paid
 
 
 def make_world_model(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Stacked:
@@ -565,7 +579,7 @@ class Prediction(NamedTuple):
 
 def expected_planes(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
     """Of the structured head: how likely each cell of each plane is set, float [S, n, C, H, W]"""
-    outcome, taken, _ = world(board, walls, joint, seat)
+    outcome, taken, _ = world(board, walls.float(), joint, seat)
     cell = board[..., : config.num_players].long()
     target = world.network.target[cell]  # [S, n, N, 6] where each outcome leads
     nowhere = outcome.new_zeros(*cell.shape, config.num_cells + 1)
@@ -583,7 +597,7 @@ def predict_planes(config: StagHuntConfig, world: Stacked, board, walls, joint, 
     if isinstance(world.network, PixelWorldModel):
         planes, reward = world(game.planes(config, board, walls), joint, seat)
         return Prediction((planes > 0.5).byte(), reward, planes)
-    next_board, reward = world(board, walls, joint, seat, method="predict")
+    next_board, reward = world(board, walls.float(), joint, seat, method="predict")
     planes = expected_planes(config, world, board, walls, joint, seat)
     return Prediction(game.planes(config, next_board, walls), reward, planes)
 
@@ -608,7 +622,7 @@ def roll_out(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
             planes = (next_planes > 0.5).byte()
         return planes
     for step_joint in joint.unbind(1):
-        board, _ = world(board, walls, step_joint, seat, method="predict")
+        board, _ = world(board, walls.float(), step_joint, seat, method="predict")
     return game.planes(config, board, walls)
 
 
@@ -876,7 +890,7 @@ def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last
         optimizer.param_groups[0]["lr"] = args.learning_rate * 0.5 * (1 + math.cos(angle))
         index = torch.randint(size, (num_seeds, args.batch_size), device=device)
         batch = tree_map(lambda x, index=index: x[seed, index], data)
-        step = batch.board, batch.walls, batch.joint, batch.seat
+        step = batch.board, batch.walls.float(), batch.joint, batch.seat
         loss = world(*step, batch.next_board, batch.reward, method="loss").mean(1)
         optimizer_step(optimizer, loss, 1.0)
         total += loss.detach()

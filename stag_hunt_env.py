@@ -55,6 +55,7 @@ from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type
 # busy program. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this
 # 17 s; one alone 10 s, with this 15 s. (Read by GNU's OpenMP, that of torch on Linux.)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+IMPORTS_BEGAN = time.perf_counter()
 
 
 def report_uncaught(kind, error, trace, report=sys.excepthook):
@@ -76,6 +77,8 @@ from pettingzoo import ParallelEnv
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
+
+IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGAN
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTION_NAMES = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
@@ -264,6 +267,8 @@ class StagHuntEnv:
 
         seat = np.arange(config.num_players)
         self.ego = tensor((seat[:, None] + seat) % config.num_players)  # [observer, k] -> seat
+        prey = range(config.num_players, config.num_players + config.num_prey)
+        self.view_order = tensor([[*row, *prey] for row in self.ego.tolist()])  # cells in each one's ego order
         self.unego = tensor((seat - seat[:, None]) % config.num_players)  # [observer, seat] -> k
         self.strengths = tensor(config.seat_strengths, dtype=torch.float32)[:, None]  # [N, 1]
 
@@ -293,7 +298,10 @@ class StagHuntEnv:
         # Nobody starts on prey, so a game lasts 2 steps or more (unless final_time is 1), and no
         # deal is played twice.
         self.deals_per_step = math.ceil(self.num_envs / min(2, config.final_time))
-        self._carried = [name for name in State._fields if name != "walls" or config.max_wall_pieces]
+        constant = () if config.max_wall_pieces else ("walls",)
+        self._carried = [name for name in State._fields if name not in constant]
+        differs = ("position", "prey_position", "walls")  # from deal to deal
+        self._dealt_anew = [name for name in self._carried if name in differs]
 
     def seats_to_ego(self, x: Tensor) -> Tensor:
         """[B, N, ...] about seats -> [B, N observers, N, ...]: entry (i, k) is about seat (i + k) mod N"""
@@ -485,12 +493,12 @@ class StagHuntEnv:
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `transition`, but returns the observation [B, N, C, H, W]: the new game's where one ended."""
+        self._check_actions(actions, self.state)
         reward, present_before, done = self.advance(actions)
         return self.observe(self.state), reward, present_before, done
 
     def advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `step`, without the observation"""
-        self._check_actions(actions, self.state)
         reward, present_before, done = self._advance(actions)
         self._refill(self._uniform(self.deals_per_step))
         return reward, present_before, done
@@ -499,23 +507,23 @@ class StagHuntEnv:
         state, reward, present_before, done = self._transition(self.state, actions)
         ended = done[:, None]
         total = self.episode_return + reward
-        self.episode_return.copy_(torch.where(ended, 0.0, total))
-        self.final_return.copy_(torch.where(ended, total, self.final_return))
+        self.episode_return.copy_(total.masked_fill(ended, 0.0))
+        torch.where(ended, total, self.final_return, out=self.final_return)
         for name in self._carried:
             after = getattr(state, name)
             current = getattr(self.state, name)
             final = getattr(self.final_state, name)
             dealt = getattr(self._next, name)
             rows = done if after.dim() == 1 else ended
-            final.copy_(torch.where(rows, after, final))
-            current.copy_(torch.where(rows, dealt, after))
+            torch.where(rows, after, final, out=final)
+            torch.where(rows, dealt, after, out=current)
         return reward, present_before, done
 
     def _refill(self, uniform):
         deals = self._deal(uniform)
         place = self._dealt + torch.arange(self.deals_per_step, device=self.device)
         place = torch.where(place < self.num_envs, place, place - self.num_envs)
-        for name in self._carried:
+        for name in self._dealt_anew:
             getattr(self._next, name)[place] = getattr(deals, name)
         self._dealt.copy_((self._dealt + self.deals_per_step) % self.num_envs)
 
@@ -1450,6 +1458,19 @@ def never_fatal(what: str):
         yield
     except Exception as error:
         print(f"could not {what}: {type(error).__name__}: {error}; the run goes on")
+
+
+class Stopwatch:
+    """Seconds of the stages before training; the imports come first"""
+
+    def __init__(self):
+        self.stages = {"imports": IMPORT_SECONDS}
+        self.last = time.perf_counter()
+
+    def record(self, name: str) -> None:
+        now = time.perf_counter()
+        self.stages[name] = now - self.last
+        self.last = now
 
 
 class Run:

@@ -350,9 +350,9 @@ class Args(ExperimentArgs):
 # stands there once -> what stands there instead
 
 PPO_BATCH = "    return {name: x.flatten(1, 2) for name, x in batch.items()}\n"
-IMAGINED_BELIEF = "        belief = infer_opponents(args, env, networks, views, clock, history, start.oracle_id)\n"
+IMAGINED_BELIEF = "        belief, said = perceive(args, env, networks, infer_opponents, *situation)\n"
 CLIPPED = "    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))\n"
-MASKED = "        return logits.float().masked_fill(~legal, -1e9).log_softmax(1)\n"
+MASKED = "        return logits.float().masked_fill(~legal, -1e9).log_softmax(2)\n"
 WEIGHT = "    weight = row_weights(windows.done, present[:, : shape[1]])\n"
 MOA_STEP = '        optimizer_step(optimizer, losses["loss"], 1.0)\n'
 MOA_LEARNS = "    log_probs = moa(rows.board, rows.walls, clock, goal, rows.legal)\n"
@@ -365,8 +365,12 @@ OF_PLAYER_1 = """    batch = {name: x.flatten(1, 2) for name, x in batch.items()
     first = learner - learner % args.config.num_players
     return {name: x[first] for name, x in batch.items()}
 """
-WITHOUT_GOALS = f"""{IMAGINED_BELIEF}\
-        belief = belief._replace(goals=torch.zeros_like(belief.goals))
+WITHOUT_GOALS = """
+        def without_goals(*given):
+            belief = infer_opponents(*given)
+            return belief._replace(goals=torch.zeros_like(belief.goals))
+
+        belief, said = perceive(args, env, networks, without_goals, *situation)
 """
 ALL_STEPS = "    weight = row_weights(windows.done, torch.ones_like(present[:, : shape[1]]))\n"
 REWARDED = """    leaves = exited(env.config, with_future.board, with_future.next_board)[:, None, ..., 1:]
@@ -408,7 +412,7 @@ PATCHES = {
     # Imagined rewards are what the world model says, not clipped to the game's payoffs.
     "unclipped": {CLIPPED: "    return next_board, reward\n"},
     # MOA may predict actions that are not legal.
-    "unmasked": {MASKED: "        return logits.float().log_softmax(1)\n"},
+    "unmasked": {MASKED: "        return logits.float().log_softmax(2)\n"},
     # MOA and q_phi also learn from the steps after a co-player left.
     "all_steps": {WEIGHT: ALL_STEPS},
     # MOA and q_phi only learn from games in which the co-player took prey.

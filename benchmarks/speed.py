@@ -1,20 +1,24 @@
 """How fast are the game, the game with its players' networks, and a whole iteration; where does the time go?
 
     python benchmarks/speed.py                           # the cases of the docs, on the GPU if there is one
+    python benchmarks/speed.py --cases commands          # whole commands, also beside another program
     python benchmarks/speed.py --cases growth            # how the cost grows with games, board, players, seeds, trees
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
-Medians of `--repeats` iterations after warm-up, without logging. The models are not pretrained: a step costs the same.
-Writes `docs.csv` or `growth.csv` (with a picture), or `own.csv`, to `--folder`.
+Iterations: medians of `--repeats` after warm-up, without logging. The models are not pretrained: a step costs the same.
+Writes `docs.csv`, `commands.csv`, `growth.csv` (with a picture) or `own.csv` to `--folder`.
 """
 
 import csv
 import dataclasses
 import functools
 import importlib
-import math
+import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -24,21 +28,24 @@ from stag_hunt_env import NUM_ACTIONS, Count, UserError, check_ranges, command_l
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
-PPO, LARGE = "--compile --method ppo --num-envs", "--compile --precision bf16 --ppo-real-ratio 0.5 --num-envs"
+FAST = "--compile --precision bf16"
+HALF_REAL = f"{FAST} --ppo-real-ratio 0.5"
 CASES = {  # name: (script, flags)
     "cuda": {
-        "PPO, width 64, 16384 games, bf16": ("ppo", f"{PPO} 16384 --policy-hidden 64 --precision bf16"),
-        "PPO, width 128, 16384 games, bf16": ("ppo", f"{PPO} 16384 --precision bf16"),
+        "PPO, width 64, 16384 games, bf16": ("ppo", f"--method ppo {FAST} --num-envs 16384 --policy-hidden 64"),
+        "PPO, width 128, 16384 games, bf16": ("ppo", f"--method ppo {FAST} --num-envs 16384"),
         "PPO, defaults": ("ppo", "--method ppo"),
         "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
         "HOP+, defaults": ("ppo", ""),
         "HOP+, defaults, compiled": ("ppo", "--compile"),
-        "HOP+, 16384 games, half real, bf16": ("ppo", f"{LARGE} 16384"),
-        "PPO, 1024 games, 1 seed": ("ppo", f"{PPO} 1024 --precision bf16"),
-        "PPO, 1024 games, 16 seeds": ("ppo", f"{PPO} 1024 --precision bf16 --num-seeds 16"),
-        "HOP+, 1024 games, 1 seed": ("ppo", f"{LARGE} 1024"),
-        "HOP+, 1024 games, 16 seeds": ("ppo", f"{LARGE} 1024 --num-seeds 16"),
+        "HOP+, defaults, 8x8": ("ppo", "--height 8 --width 8"),
+        "HOP+, 16384 games, half real, bf16": ("ppo", f"{HALF_REAL} --num-envs 16384"),
+        "PPO, 1024 games, 1 seed": ("ppo", f"--method ppo {FAST} --num-envs 1024"),
+        "PPO, 1024 games, 16 seeds": ("ppo", f"--method ppo {FAST} --num-envs 1024 --num-seeds 16"),
+        "HOP+, 1024 games, 1 seed": ("ppo", f"{HALF_REAL} --num-envs 1024"),
+        "HOP+, 1024 games, 16 seeds": ("ppo", f"{HALF_REAL} --num-envs 1024 --num-seeds 16"),
         "HOP+ MCTS, defaults": ("mcts", ""),
     },
     "cpu": {
@@ -55,12 +62,21 @@ GROWTH = {  # what grows: (script, flags, values)
     "imagination horizon": ("ppo", "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
     "simulations": ("mcts", "--num-simulations", {"cuda": (4, 16), "cpu": (4, 8, 16)}),
 }
+BRIEF = "--method ppo --total-timesteps 150000"
+COMMANDS = {  # name: (script, flags, how many at once, beside a program that keeps one core busy?)
+    "HOP+": ("ppo", "", 1, False),
+    "PPO": ("ppo", "--method ppo", 1, False),
+    "HOP+ MCTS": ("mcts", "", 1, False),
+    "HOP+ beside a busy program": ("ppo", "", 1, True),
+    "PPO, 150000 steps": ("ppo", BRIEF, 1, False),
+    "PPO, 150000 steps, two at once": ("ppo", BRIEF, 2, False),
+}
 
 
 @dataclasses.dataclass
 class Args:
-    cases: Literal["docs", "growth"] = "docs"
-    """the cases of the docs, or series in which one number grows"""
+    cases: Literal["docs", "commands", "growth"] = "docs"
+    """iterations of the cases of the docs; whole commands; series in which one number grows"""
     only: str = ""
     """only cases whose name begins with this"""
     flags: str | None = None
@@ -87,6 +103,7 @@ def median_seconds(function, repeats: int, device) -> float:
 
 
 def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
+    """One iteration, its stages, and the game in it"""
     args = script.parse_args([*flags.split(), "--device", device.type])
     args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
     config = script.validate(args)
@@ -101,11 +118,12 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     tables = [seats_table(args.seats, config.num_players)] * len(seeds)
     state = script.make_train_state(args, tables, seeds, device)
     env = state.games.env
-    run = {"train": functools.partial(script.train_iteration, state)}
+    run = {}
     cycle = 1
-    if state.watched is not None:
+    if state.watched is not None:  # first: the models learn from these games
         run["watch"] = functools.partial(script.watch_rule_based, state)
         cycle = args.replay_rollouts  # iterations between two that are watched
+    run["train"] = functools.partial(script.train_iteration, state)
     script.fuse(args.compile)
     if device.type == "cuda" and args.cudagraphs:
         run = script.capture_graphs(state, run)
@@ -121,7 +139,8 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
         stages.append({name: sum(stage[name] for stage in times) / cycle for name in times[0]})
 
     full = median_seconds(train, repeats, device) / cycle
-    actions = torch.randint(NUM_ACTIONS, (args.num_steps, env.num_envs, config.num_players), device=device)
+    shape = args.num_steps, env.num_envs, config.num_players
+    actions = torch.randint(NUM_ACTIONS, shape, device=device)
 
     def play_at_random():
         for step in range(args.num_steps):
@@ -147,64 +166,110 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
         stage = name.removeprefix("time/")
         row[f"{stage}_ms"] = 1000 * statistics.median(times[name] for times in stages[3:])
     if device.type == "cuda":
-        row["busy"] = busy(train) / cycle / full
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    script.fuse(False)
     return row
 
 
-def busy(function) -> float:
-    """seconds in which kernels ran, in one call"""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        function()
-        torch.cuda.synchronize()
-    events = (event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    kernels = [event.time_range for event in events if not getattr(event, "is_user_annotation", False)]
-    return covered([(span.start, span.end) for span in kernels]) / 1e6
+def measure_command(script: str, flags: str, at_once: int, busy: bool, device) -> dict[str, float]:
+    """Whole commands from their start to their end; the slowest counts"""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, str(ROOT / f"{SCRIPTS[script]}.py"), *flags.split()]
+        words += ["--device", device.type, "--run-dir"]
+        burner = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+        begun = time.perf_counter()
+        runs = []
+        for number in range(at_once):
+            command = [*words, f"{folder}/{number}"]
+            runs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        for run in runs:
+            run.wait()
+        seconds = time.perf_counter() - begun
+        if burner is not None:
+            burner.kill()
+        if any(run.returncode for run in runs):
+            raise UserError(f"this command fails: {' '.join(words)}")
+        metrics = min(Path(folder).glob("*/*/metrics.jsonl"))
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last_fifth = [row["charts/episodic_return"] for row in rows if row["steps"] > 0.8 * rows[-1]["steps"]]
+    learned = [row["time/ready"] + row["time/training"] for row in rows if row["charts/episodic_return"] >= 2.8]
+    return {
+        "seconds": seconds,
+        "ready_s": rows[-1]["time/ready"],
+        "training_s": rows[-1]["time/training"],
+        "seconds_to_2.8": learned[0] if learned else float("nan"),
+        "return_last_fifth": statistics.mean(last_fifth),
+    }
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """how long at least one of them lasted: kernels of two streams run at the same time"""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total, until = total + max(0.0, end - max(begin, until)), max(until, end)
-    return total
+def describe(row: dict) -> str:
+    """A row of iterations as a line"""
+    stages = []
+    for name, ms in row.items():
+        if name.endswith("_ms") and name != "iteration_ms" and ms > 0.005:
+            stages.append(f"{name.removesuffix('_ms')} {ms:.2f}")
+    parts = [
+        f"{row['agent_steps_per_s'] / 1e6:.3f} M agent-steps/s",
+        f"{row['iteration_ms']:.2f} ms an iteration ({', '.join(stages)})",
+        f"game and policy {row['game_and_policy_env_steps_per_s']:,.0f} env-steps/s",
+        f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s",
+    ]
+    if "peak_gib" in row:
+        parts.append(f"{row['peak_gib']:.2f} GiB used, {row['reserved_gib']:.2f} GiB reserved")
+    parts.append(f"ready after {row['ready_s']:.1f} s")
+    return "; ".join(parts)
+
+
+def choose_cases(args: Args, device) -> dict[str, tuple]:
+    if args.flags is not None:
+        return {"": (args.script, args.flags)}
+    cases = COMMANDS if args.cases == "commands" else CASES[device.type]
+    if args.cases == "growth":
+        cases = {}
+        for what, (script, flags, values) in GROWTH.items():
+            for value in values[device.type]:
+                cases[f"{what} {value}"] = (script, f"{flags} {value}")
+    chosen = {case: given for case, given in cases.items() if case.startswith(args.only)}
+    if not chosen:
+        raise UserError(f"--only {args.only}: no case begins so; there are {', '.join(cases)}")
+    return chosen
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def main(args: Args) -> list[dict]:
-    device, folder, rows = resolve_device(args.device), Path(args.folder), []
     check_ranges(args)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    cases = {"": (args.script, args.flags)} if args.flags is not None else CASES[device.type]
-    if args.cases == "growth" and args.flags is None:
-        cases = {f"{what} {v}": (script, f"{flags} {v}")
-                 for what, (script, flags, values) in GROWTH.items() for v in values[device.type]}  # fmt: skip
-    names = ", ".join(cases)
-    cases = {case: given for case, given in cases.items() if case.startswith(args.only)}
-    if not cases:
-        raise UserError(f"--only {args.only}: no case begins so; there are {names}")
-    print(f"{name}, torch {torch.__version__}; medians of {args.repeats} iterations after warm-up")
+    device = resolve_device(args.device)
+    cases = choose_cases(args, device)
+    machine = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name()
+    print(f"{machine}, torch {torch.__version__}")
+    folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for case, (script, flags) in cases.items():
-        row = {"case": case, "script": script, "flags": flags, "machine": name, "torch": torch.__version__}
-        row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
+    table = folder / (f"{args.cases}.csv" if args.flags is None else "own.csv")
+    rows = []
+    for case, (script, flags, *how) in cases.items():
+        row = {"case": case, "script": script, "flags": flags, "machine": machine, "torch": torch.__version__}
+        if how:
+            row |= measure_command(script, flags, *how, device)
+            ends = f"ends at {row['return_last_fifth']:.3f}"
+            print(f"{case}: {row['seconds']:.1f} s, 2.8 after {row['seconds_to_2.8']:.1f} s, {ends}", flush=True)
+        else:
+            row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
+            print(f"{case or flags}: {describe(row)}", flush=True)
         rows.append(row)
-        stages = [
-            f"{k[:-3]} {v:.2f}" for k, v in row.items() if k.endswith("_ms") and k != "iteration_ms" and v > 0.005
-        ]
-        print(f"{case or flags}: {row['agent_steps_per_s'] / 1e6:.3f} M agent-steps/s "
-              f"({row['iteration_ms']:.2f} ms an iteration: {', '.join(stages)}); game and policy "
-              f"{row['game_and_policy_env_steps_per_s']:,.0f}, "
-              f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s"
-              + (f"; {row['peak_gib']:.2f} GiB, busy {row['busy']:.0%}" if "busy" in row else "")
-              + f"; ready after {row['ready_s']:.1f} s", flush=True)  # fmt: skip
-        names = list(dict.fromkeys(key for found in rows for key in found))
-        with open(folder / f"{args.cases if args.flags is None else 'own'}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(table, rows)
     if args.cases == "growth" and args.flags is None:
         draw(folder, rows, {what: values[device.type] for what, (_, _, values) in GROWTH.items()})
-    print(f"table in {folder}")
+    print(f"table in {table}")
     return rows
 
 

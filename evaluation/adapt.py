@@ -57,7 +57,7 @@ NEEDS = (
     "measure_horizon",
     "moa_metrics",
     "train_iteration",
-    "make_optimizer",
+    "Adam",
     "Transitions",
     "history_decay",
     "history_after_game",
@@ -282,7 +282,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     if learn_moa:
         for p in networks.inference.parameters():  # q_phi stays: it wrote what is remembered
             p.requires_grad_(False)
-        optimizer = script.make_optimizer(networks.moa.parameters(), flags.subgoal_learning_rate)
+        optimizer = script.Adam(networks.moa.parameters(), flags.subgoal_learning_rate)
         moa_before = moa_learned = copy_params(networks.moa)
         evidence = torch.zeros(len(seat), device=run.device)
     oracle_id = None if boards is None else torch.zeros_like(boards.oracle_id[:, :1])

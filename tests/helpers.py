@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import hopplus_mcts
+import hopplus_ppo
 from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, POPULATION, StagHuntConfig, State, sample
 
 import numpy as np
@@ -160,17 +162,21 @@ def record_games(env, play, *args):
 
 def record_learning_rates(monkeypatch):
     """-> a list to which each optimiser that makes a step adds a list of the learning rates of its steps"""
-    found, step = [], torch.optim.Adam.step
+    found = []
     of_optimizer = {}
 
-    def record(optimizer, *given, **named):
-        if optimizer not in of_optimizer:
-            of_optimizer[optimizer] = []
-            found.append(of_optimizer[optimizer])
-        of_optimizer[optimizer].append(float(optimizer.param_groups[0]["lr"]))
-        return step(optimizer, *given, **named)
+    def recorded(step):
+        def record(optimizer, *given, **named):
+            if optimizer not in of_optimizer:
+                of_optimizer[optimizer] = []
+                found.append(of_optimizer[optimizer])
+            of_optimizer[optimizer].append(float(optimizer.param_groups[0]["lr"]))
+            return step(optimizer, *given, **named)
 
-    monkeypatch.setattr(torch.optim.Adam, "step", record)
+        return record
+
+    for kind in (torch.optim.Adam, hopplus_ppo.Adam, hopplus_mcts.Adam):
+        monkeypatch.setattr(kind, "step", recorded(kind.step))
     return found
 
 

@@ -180,7 +180,7 @@ def test_it_has_the_eyes_of_hopplus(pieces):
         p.data.copy_(named[name].detach() if name == "table" else 0)
     for name, layer in (("mix.0", agent.encoder.mix[1]), ("walls", agent.encoder.walls)):
         if layer is not None:
-            theirs.params[f"{name}.weight"].data.copy_(layer.weight.detach().mT)
+            theirs.params[f"{name}.weight"].data.copy_(layer.weight.detach())
             theirs.params[f"{name}.bias"].data.copy_(layer.bias.detach()[:, 0])
     for _ in range(5):
         x = ppo_gru.agent_inputs(env, seats, rollout_state)

@@ -106,8 +106,14 @@ def test_there_are_five_edits():
 
 
 def check_cnn(script, state, metrics):
-    first = state.networks.policy.params["encoder.conv.weight"]
+    first = state.networks.policy.params["encoder.weight"]
     assert first.shape[:3] == (3, 32, 6) and first.grad.abs().sum() > 0
+    encoder = state.networks.policy.network.encoder
+    board = torch.randint(13, (3, 8, 7), generator=torch.Generator().manual_seed(1))
+    walls = torch.zeros(3, 8, 1)
+    whole = encoder(board, walls)
+    halves = encoder(board.view(6, 4, 7), walls.view(6, 4, 1))  # as a long batch on a GPU
+    torch.testing.assert_close(halves.view_as(whole), whole)
 
 
 def check_reward(script, state, metrics):

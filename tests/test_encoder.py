@@ -1,4 +1,4 @@
-"""The board encoder: on a CPU a sum of table rows, on a GPU the same as a product"""
+"""The board encoder: sums of table rows, and both ways to their gradient"""
 
 import hopplus_mcts
 import hopplus_ppo
@@ -7,61 +7,110 @@ from stag_hunt_env import Seats, StagHuntConfig, StagHuntEnv, sample
 
 import pytest
 import torch
-from torch.func import vmap
 
 SCRIPTS = {"ppo": hopplus_ppo, "mcts": hopplus_mcts, "vae": pretrain_vae}
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_stags=2, num_hares=2, final_time=9)
+every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 
 
-def one_hot_sum(table, index):
-    """[rows, width], [n, k] -> each row that is named counts once"""
-    named = torch.zeros(len(index), len(table)).scatter(1, index, 1.0)
+def product(table, index):
+    """[M, rows, width], [M, n, k] -> a row counts as often as it is named"""
+    named = torch.zeros(*index.shape[:2], table.shape[1])
+    named.scatter_add_(2, index, torch.ones(index.shape))
     return named @ table
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@every_script
 def test_sums_of_rows_and_their_gradient(script):
     torch.manual_seed(0)
     table = torch.randn(3, 20, 5, requires_grad=True)  # of three learners
-    index = torch.rand(3, 7, 20).argsort(2)[..., :4]
-    sums = vmap(script.SumRows.apply)(table, index)
-    expected = vmap(one_hot_sum)(table, index)
+    index = torch.randint(20, (3, 8, 4))
+    index[:, ::2, 1] = index[:, ::2, 0]
+    sums = script.SumRows.apply(table, index)
+    expected = product(table, index)
     assert torch.allclose(sums, expected, atol=1e-5)
     weight = torch.randn_like(sums)
     (gradient,) = torch.autograd.grad((sums * weight).sum(), table)
     (expected_gradient,) = torch.autograd.grad((expected * weight).sum(), table)
     assert torch.allclose(gradient, expected_gradient, atol=1e-5)
-    alone = script.SumRows.apply(table[1], index[1])  # not in a vmap
-    assert torch.allclose(alone, expected[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_what_is_not_there_counts_once(script):
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def boards(games=64):
+    """Of games under way; in each third the second and third player are gone"""
+    env = StagHuntEnv(CONFIG, games, seed=1)
+    board = env.cells(env.state).flatten(0, 1).long()[None]
+    board[:, ::3, 1:3] = CONFIG.num_cells
+    return board
+
+
+@every_script
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_product_of_a_gpu_is_the_lookup_of_a_cpu(script, parts):
+    """What they find, and their gradients; computed here"""
+    torch.manual_seed(0)
+    encoder = script.BoardEncoder(CONFIG, 8)
+    board = boards().unflatten(1, (parts, -1)).flatten(0, 1)
+    walls = torch.zeros(*board.shape[:2], 1)
+    weight = torch.randn(*board.shape[:2], 8)
+    found = []
+    for cells in (board, board.as_subclass(OnGPU)):
+        output = encoder(cells, walls).as_subclass(torch.Tensor)
+        (gradient,) = torch.autograd.grad((output * weight).sum(), encoder.table)
+        found.append((output, gradient.as_subclass(torch.Tensor)))
+    (looked_up, gradient), (product_output, product_gradient) = found
+    assert torch.allclose(looked_up, product_output, atol=1e-5)
+    assert torch.allclose(gradient, product_gradient, atol=1e-4)
+
+
+@every_script
+def test_each_that_is_missing_has_its_own_row(script):
+    """So the sum tells who has left, and no row is named twice"""
     torch.manual_seed(0)
     env = StagHuntEnv(CONFIG, 64, seed=1)
     seats = Seats(env, [["mixed"] * 3])
     encoder = script.BoardEncoder(CONFIG, 8)
+    entities = CONFIG.num_players + CONFIG.num_prey
     missing = set()
+    rows_of_missing = {}
     for _ in range(30):
-        board = env.cells(env.state).flatten(0, 1).long()
-        row = encoder.lookup[encoder.kind, board[:, :1], board]
-        missing |= set((board == CONFIG.num_cells).sum(1).tolist())
-        expected = encoder.mix(one_hot_sum(encoder.table, row).relu()).relu()
-        assert torch.allclose(encoder(board, torch.zeros(len(board), 1)), expected, atol=1e-5)
+        board = env.cells(env.state).flatten(0, 1).long()[None]
+        row = encoder.lookup[encoder.entity, board[..., :1], board]
+        assert (row.sort(2).values.diff(dim=2) > 0).all(), "nothing counts twice"
+        gone = board == CONFIG.num_cells
+        missing |= set(gone.sum(2).flatten().tolist())
+        for entity in range(entities):
+            rows = set(row[..., entity][gone[..., entity]].tolist())
+            rows_of_missing[entity] = rows_of_missing.get(entity, set()) | rows
+            assert not rows & set(row[..., entity][~gone[..., entity]].tolist())
+        expected = encoder.mix(product(encoder.table, row).relu()).relu()
+        assert torch.allclose(encoder(board, torch.zeros(1, board.shape[1], 1)), expected, atol=1e-5)
         actions = sample(seats.action_probs(env.state))
         _, _, present_before, done = env.step(actions)
         seats.update(actions, present_before, done)
     assert {0, 2, 4} <= missing  # with each hare a hunter leaves
+    one_each = [rows for rows in rows_of_missing.values() if rows]
+    assert all(len(rows) == 1 for rows in one_each) and len(one_each) > 3
+    assert len(set.union(*one_each)) == len(one_each)
 
 
 @pytest.mark.cuda
 def test_both_ways_agree_on_a_gpu():
+    """What they find, and their gradients"""
     torch.manual_seed(0)
-    env = StagHuntEnv(CONFIG, 64, seed=1)
-    board = env.cells(env.state).flatten(0, 1).long()
-    board[::3, 1:3] = CONFIG.num_cells
+    board = boards()
     encoder = hopplus_ppo.BoardEncoder(CONFIG, 8)
-    walls = torch.zeros(len(board), 1)
-    expected = encoder(board, walls)
-    found = encoder.cuda()(board.cuda(), walls.cuda()).cpu()
-    assert torch.allclose(found, expected, atol=2e-3)  # tf32
+    walls = torch.zeros(1, board.shape[1], 1)
+    weight = torch.randn(1, board.shape[1], 8)
+    found = []
+    for device in ("cpu", "cuda"):
+        encoder.to(device)
+        output = encoder(board.to(device), walls.to(device))
+        (gradient,) = torch.autograd.grad((output * weight.to(device)).sum(), encoder.table)
+        found.append((output.detach().cpu(), gradient.cpu()))
+    (expected, expected_gradient), (on_gpu, gradient) = found
+    assert torch.allclose(on_gpu, expected, atol=2e-3)  # tf32
+    assert (gradient - expected_gradient).norm() < 0.02 * expected_gradient.norm()

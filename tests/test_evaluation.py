@@ -143,7 +143,7 @@ SIGNATURES = {  # how evaluation/ calls them
     "measure_horizon": "args networks transitions",
     "moa_metrics": "args games networks transitions episodes",
     "train_iteration": "state",
-    "make_optimizer": "params learning_rate",
+    "Adam": "params learning_rate",
     "history_decay": "args",
     "history_after_game": "args history discount",
     "learner_mask": "config board",
@@ -223,7 +223,7 @@ def test_learners_are_loaded_one_by_one(tmp_path):
     for name, network in state.networks.present().items():
         saved = run.networks[name]
         assert equal(network.state_dict(), {key: p[index] for key, p in saved.items()}), name
-    first = run.checkpoint["states"][0]["networks"]["policy"]["actor.0.weight"]
+    first = run.checkpoint["states"][0]["networks"]["policy"]["actor.weight"]
     assert all((first[a] != first[b]).any() for a, b in itertools.combinations(range(6), 2))
 
 
@@ -239,7 +239,7 @@ def test_the_learner_that_sat_there(tmp_path):
 def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     text = (ROOT / "hopplus_ppo.py").read_text()
     copy = tmp_path / "my_copy.py"
-    copy.write_text(text.replace("self.actor(x).float()", "100 * self.actor(x).float()"))
+    copy.write_text(text.replace("self.actor(actor_x).float()", "100 * self.actor(actor_x).float()"))
     assert copy.read_text() != text
     here, there = (read(evaluate, folder, "--games", 8, *more) for more in ([], ["--script", copy]))
     said = capsys.readouterr().out
@@ -287,7 +287,7 @@ def small(tmp_path_factory):
 def test_wrong_flags_are_named(small, tmp_path):
     refused = [
         (evaluate, ["--games", 0], "--games must be >= 1"),
-        (evaluate, ["--", "--height", 5], r"checkpoint.pt: .*encoder.table .*\[6, 192, 32\].*\[6, 336, 32\]"),
+        (evaluate, ["--", "--height", 5], r"checkpoint.pt: .*encoder.table .*\[6, 200, 32\].*\[6, 344, 32\]"),
         (evaluate, ["--", "--num-players", 4], r"--num-players: .*checkpoint.pt was trained with 3"),
         (evaluate, ["--seed", 10**23], r"--seed must be 0 to 2\*\*40"),
         (evaluate, ["--script", ""], r"there is no \.; .*--script"),
@@ -395,9 +395,9 @@ EDITS = {  # of a checkpoint, and what is said about it
     "networks is None": (having(None, "states", 0, "networks"), "networks"),
     "policy is None": (having(None, "states", 0, "networks", "policy"), "networks"),
     "no policy": (without("states", 0, "networks", "policy"), "policy network"),
-    "a weight is a word": (having("x", "states", 0, "networks", "policy", "actor.0.bias"), "policy network"),
-    "a weight is missing": (without("states", 0, "networks", "policy", "actor.0.bias"), r"policy.actor.0.bias"),
-    "NaN": (having(torch.full((6, 16), math.nan), "states", 0, "networks", "policy", "actor.0.bias"), "no numbers"),
+    "a weight is a word": (having("x", "states", 0, "networks", "policy", "actor.bias"), "policy network"),
+    "a weight is missing": (without("states", 0, "networks", "policy", "actor.bias"), r"policy.actor.bias"),
+    "NaN": (having(torch.full((6, 7), math.nan), "states", 0, "networks", "policy", "actor.bias"), "no numbers"),
 }
 
 
@@ -440,7 +440,7 @@ def test_an_edited_checkpoint_is_named(name, small, tmp_path, monkeypatch):
 
 def test_what_is_no_checkpoint_is_named(small, tmp_path):
     """Other files, also one that would run code and has the right checksum; run folders whose flags are broken"""
-    torch.save({"format": "ppo-gru-1", "more": Forbidden(tmp_path / "made")}, tmp_path / "forbidden.pt")
+    torch.save({"format": "ppo-gru-2", "more": Forbidden(tmp_path / "made")}, tmp_path / "forbidden.pt")
     data = (tmp_path / "forbidden.pt").read_bytes()
     (tmp_path / "forbidden.pt").write_bytes(data + hashlib.sha256(data).digest())
     (tmp_path / "text.pt").write_text("to be or not to be")
@@ -1086,7 +1086,7 @@ def test_the_horizon_is_measured_on_all_games_together(run):
             if transitions.board[m, k, 0, 0] == 12:
                 break
             walls, joint, seat = (x[:, k] for x in (transitions.walls, transitions.joint, transitions.seat))
-            board, reward = predict(board, walls, joint, seat)
+            board, reward = predict(board, walls.float(), joint, seat)
             nearest = [
                 min(payoffs, key=lambda p, x=float(x): abs(p - x)) for x in (reward[m, 0], transitions.reward[m, k, 0])
             ]

@@ -127,9 +127,11 @@ def start(folder, *words, script="hopplus_ppo.py"):
 
 
 def wait_for(folder, pattern, seconds=60):
+    """-> a file with something in it"""
     for _ in range(20 * seconds):
-        if found := list(folder.glob(pattern)):
-            return found[0]
+        for path in folder.glob(pattern):
+            if path.stat().st_size:
+                return path
         time.sleep(0.05)
     raise AssertionError(f"no {pattern} after {seconds} s")
 
@@ -207,11 +209,11 @@ def change(*path, to=None):
     return edit
 
 
-POLICY = ("states", 0, "networks", "policy", "actor.0.weight")
+POLICY = ("states", 0, "networks", "policy", "actor.weight")
 DAMAGE = {
     "its states is missing": change("states"),
     "its iteration is missing": change("iteration"),
-    "networks.policy.actor.0.weight is missing": change(*POLICY),
+    "networks.policy.actor.weight is missing": change(*POLICY),
     "games.last_joint is missing": change("states", 0, "games", "last_joint"),
     "games.history is missing": change("states", 0, "games", "history"),
     "state.position is missing": change("states", 0, "games", "env", "state.position"),
@@ -244,7 +246,7 @@ def test_models_with_weights_missing_are_refused(tmp_path):
     args = hop.make_args("hopplus", "cpu", **{**TINY_FLAGS, "run_dir": str(tmp_path / "runs")})
     weights = hop.make_networks(args, [1], torch.device("cpu")).world.state_dict()
     content = {
-        "format": "pretrain_world_model.py 9",
+        "format": pretrain_world_model.FORMAT,
         "must_match": {},
         "networks": {"world": dict(list(weights.items())[:6])},
     }

@@ -308,7 +308,7 @@ def test_advance_is_step_without_the_observation(name):
         ended += int(ours[2].sum())
     assert ended > 24
     with pytest.raises(ValueError, match="actions must be 0 to 6"):
-        second.advance(actions + 7)
+        second.step(actions + 7)
 
 
 @pytest.mark.parametrize("final_time", [1, 2, 3, 4, 35])

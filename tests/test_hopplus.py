@@ -39,6 +39,8 @@ from tiny_hopplus import (
     watch_networks,
 )
 from torch import nn
+from torch.func import vmap
+from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks side by side
@@ -49,12 +51,19 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+        self.weight = nn.Parameter(0.1 * torch.randn(1, 4, 6, 3, 3))
+        self.bias = nn.Parameter(torch.randn(1, 4))
+        self.head = hop.Linear(48, 2)
 
-    def forward(self, board):
-        return self.layers(board.to(self.layers[0].weight.dtype))
+    def forward(self, planes):
+        parts = len(planes) // len(self.weight)
+        weight = hop.repeat(self.weight.to(planes.dtype), parts)
+        bias = hop.repeat(self.bias.to(planes.dtype), parts)
+        x = vmap(functools.partial(F.conv2d, padding=1))(planes, weight, bias)
+        return self.head(x.relu().flatten(2))
 
 
+@pytest.fixture(scope="module")
 def network_cases():
     """name -> how to make one, inputs [M, n, ...], method"""
     state = make_state()
@@ -69,8 +78,8 @@ def network_cases():
     board, walls, legal = (x[:, :, 0] for x in views(state, steps))
     inputs = hop.policy_inputs(args, board, walls, clock[:, :4], steps.last_joint, belief.goals)
     features, goals = (x.detach() for x in state.networks.policy(inputs, method="features"))
-    step = steps.board, steps.walls, steps.joint, steps.seat
-    pixels = planes(config, steps.board, steps.walls)
+    step = steps.board, steps.walls.float(), steps.joint, steps.seat
+    pixels = planes(config, steps.board, steps.walls).float()
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
     prior = functools.partial(hop.SubgoalPrior, config, args)
@@ -84,6 +93,7 @@ def network_cases():
         "features": (inference, belief_inputs, "encoder"),
         "event": (inference, (belief.features, joint), "event"),
         "posterior": (inference, (belief.features, history), "forward"),
+        "posterior's decoder": (inference, (noise, history), "reconstruct"),
         "moa": (moa, (*belief_inputs, clock, noise, belief.legal), "forward"),
         "world": (world, step, "predict"),
         "world's loss": (world, (*step, steps.next_board, steps.reward), "loss"),
@@ -95,11 +105,9 @@ def leaves(outputs):
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-def test_stacked_networks_are_the_networks_alone():
+def test_stacked_networks_are_the_networks_alone(network_cases):
     before = torch.get_rng_state()
-    cases = network_cases()
-    torch.set_rng_state(before)
-    for name, (make, inputs, method) in cases.items():
+    for name, (make, inputs, method) in network_cases.items():
         stacked, pair = hop.Stacked(make, [11, 12, 13], CPU), hop.Stacked(make, [11, 12], CPU)
         assert len(stacked) == 3 and torch.equal(torch.get_rng_state(), before), "others' random numbers stay the same"
         outputs, fewer = leaves(stacked(*inputs, method=method)), leaves(pair(*(x[:2] for x in inputs), method=method))
@@ -107,12 +115,12 @@ def test_stacked_networks_are_the_networks_alone():
         for m, seed in enumerate((11, 12, 13)):
             torch.manual_seed(seed)
             alone = make()
-            found.append(leaves(getattr(alone, method)(*(x[m] for x in inputs))))
+            found.append(leaves(getattr(alone, method)(*(x[m : m + 1] for x in inputs))))
             for weight, p in zip(stacked.parameters(), alone.parameters(), strict=True):
-                assert torch.equal(weight[m], p)
+                assert len(p) == 1 and torch.equal(weight[m], p[0])
         torch.set_rng_state(before)
         for i, output in enumerate(outputs):
-            torch.testing.assert_close(output, torch.stack([each[i] for each in found]), msg=f"{name} {i}")
+            torch.testing.assert_close(output, torch.cat([each[i] for each in found]), msg=f"{name} {i}")
             assert torch.equal(output[:2], fewer[i]), f"{name} changes when a learner is added"
         floats = [x for x in outputs if x.requires_grad]
         if floats and method != "predict":
@@ -138,21 +146,43 @@ def test_first_weights_depend_on_the_seed_alone():
     assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
 
 
-def test_a_long_batch_may_be_split(monkeypatch):
-    generator = seeded(1)
-    board, weight = torch.rand(2, 3072, 6, 3, 4, generator=generator), torch.rand(2, 3072, 2, generator=generator)
-    found, calls, vmap = [], [], hop.vmap
-    monkeypatch.setattr(hop, "vmap", lambda f: lambda p, *x: (calls.append(x[0].shape), vmap(f)(p, *x))[1])
-    for is_cuda in (False, True):
-        stacked = hop.Stacked(Convolutions, [1, 2], CPU)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", is_cuda)
-            output = stacked(board)
-        (output * weight).sum().backward()
-        found.append([output, *(p.grad for p in stacked.parameters())])
-    assert [shape[:2] for shape in calls] == [(2, 3072), (4, 1536)]
-    for whole, split in zip(*found, strict=True):
-        torch.testing.assert_close(whole, split, atol=1e-4, rtol=1e-4)
+def weighted_gradients(outputs, parameters):
+    """Of a sum over the outputs; None for a parameter that they do not depend on"""
+    total = sum((x * torch.rand(x.shape, generator=seeded(1))).sum() for x in outputs if x.requires_grad)
+    return torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def test_a_split_batch_gives_the_same_outputs_and_gradients(network_cases):
+    for name, (make, inputs, method) in network_cases.items():
+        stacked = hop.Stacked(make, [11, 12, 13], CPU)
+        call = getattr(stacked.network, method)
+        halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in inputs]  # [M * 2, n / 2, ...]
+        whole = leaves(call(*inputs))
+        split = [x.unflatten(0, (3, 2)).flatten(1, 2) for x in leaves(call(*halves))]
+        torch.testing.assert_close(split, whole, atol=1e-4, rtol=1e-4, msg=name)
+        if method != "predict":
+            gradients, expected = (weighted_gradients(x, stacked.parameters()) for x in (split, whole))
+            torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4, msg=name)
+            assert any(p is not None and p.any() for p in gradients), name
+
+
+def test_a_long_batch_is_split_on_a_gpu_where_it_learns(monkeypatch):
+    planes = torch.rand(2, 3072, 6, 3, 4, generator=seeded(1))
+    stacked, shapes = hop.Stacked(Convolutions, [1, 2], CPU), []
+    forward = stacked.network.forward
+    monkeypatch.setattr(stacked.network, "forward", lambda x: (shapes.append(x.shape[:2]), forward(x))[1])
+    expected = stacked(planes)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(stacked(planes), expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        stacked(planes)
+    assert shapes == [(2, 3072), (4, 1536), (2, 3072)]
+
+
+def test_whole_numbers_are_refused():
+    """A layer computes in the numbers that it reads, and would round its weights"""
+    with pytest.raises(TypeError, match="rounded"):
+        hop.Linear(3, 2)(torch.ones(1, 5, 3, dtype=torch.uint8))
 
 
 def test_precision_is_asked_for_by_gradients():
@@ -171,7 +201,7 @@ def test_weights_are_loaded_in_place_or_refused():
     stacked.load_state_dict(other.state_dict())
     assert all(p is q for p, q in zip(held, stacked.parameters(), strict=True))
     assert same_tree(stacked.state_dict(), other.state_dict())
-    with pytest.raises(ValueError, match=r"layers\.0\.weight"):
+    with pytest.raises(ValueError, match=r"\bweight"):
         stacked.load_state_dict(hop.Stacked(Convolutions, [1, 2, 3], CPU).state_dict())
 
 
@@ -198,7 +228,7 @@ def test_a_predicted_board_is_a_board(config):
         walls = env.state.walls[:, : config.num_wall_cells]
         joint = torch.randint(7, (100, n), generator=generator)
         with torch.no_grad():
-            step = board[None], walls[None], joint[None], seat[None]
+            step = board[None], walls[None].float(), joint[None], seat[None]
             after, reward = (x[0] for x in world(*step, method="predict"))
         assert after.dtype == torch.uint8 and after.shape == board.shape and (after <= gone).all()
         old, new, wide = board[:, :n].int(), after[:, :n].int(), config.width
@@ -226,7 +256,7 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
     alone = env.observe(env.state)[:, 0, :3].sum(1).flatten(1).amax(1) <= 1  # else two of them decide about one prey
     state = State(*(x[alone] for x in env.state))
     board = env.cells(state)[:, 0]
-    walls = torch.zeros(len(board), 1, dtype=torch.uint8)
+    walls = torch.zeros(len(board), 1)
     joint = torch.randint(7, (len(board), 3), generator=generator)
     seat = torch.zeros(len(board), dtype=torch.int64)
     step = board[None], walls[None], joint[None], seat[None]
@@ -249,7 +279,7 @@ def test_two_hunters_differ_from_one():
     """And a party of three from one of two, where the third has left"""
     world = wild_world(TINY_CONFIG)
     board = torch.tensor([[0, 0, 0, 0, 12, 12, 12]], dtype=torch.uint8)  # all three on a stag, no hare
-    walls = torch.zeros(1, 1, 1, dtype=torch.uint8)
+    walls = torch.zeros(1, 1, 1)
 
     def outputs(board, *joint):
         outcome, taken, payoff = world(board[None], walls, torch.tensor(joint).view(1, 1, 3), torch.zeros(1, 1))
@@ -377,13 +407,13 @@ def test_an_observer_that_has_left_still_sees_the_board(config):
     torch.manual_seed(1)
     encoder, n, cells = hop.BoardEncoder(config, 8), config.num_players, config.num_cells
     kinds = [n] * config.num_stags + [n + 1] * config.num_hares
-    entities = torch.randint(cells, (1, n + len(kinds)))
-    entities[0, 0] = cells
-    walls = torch.zeros(1, cells if config.max_wall_pieces else 1)
-    rows = encoder.lookup[encoder.kind, entities[:, :1], entities][0].tolist()
-    wide, nothing = 2 * config.width - 1, len(encoder.table) - 1
-    expected = [nothing]
-    for kind, cell in zip([*range(1, n), *kinds], entities[0, 1:].tolist(), strict=True):
+    entities = torch.randint(cells, (1, 1, n + len(kinds)))
+    entities[..., 0] = cells
+    walls = torch.zeros(1, 1, cells if config.max_wall_pieces else 1)
+    rows = encoder.lookup[encoder.entity, entities[..., :1], entities].flatten().tolist()
+    wide = 2 * config.width - 1
+    expected = [wide * (2 * config.height - 1) * (n + 2) + cells]  # the first of those that are not there
+    for kind, cell in zip([*range(1, n), *kinds], entities[0, 0, 1:].tolist(), strict=True):
         row, column = divmod(cell, config.width)
         expected.append(
             kind * wide * (2 * config.height - 1) + (row + config.height - 1) * wide + column + config.width - 1
@@ -392,12 +422,12 @@ def test_an_observer_that_has_left_still_sees_the_board(config):
     before = encoder(entities, walls)
     for i in range(1, n):
         moved = entities.clone()
-        moved[0, i] = (moved[0, i] + 1) % cells
+        moved[..., i] = (moved[..., i] + 1) % cells
         assert (encoder(moved, walls) != before).any(), f"player {i} moves"
-        moved[0, i] = cells
+        moved[..., i] = cells
         assert (encoder(moved, walls) != before).any(), f"player {i} leaves"
     returned = entities.clone()
-    returned[0, 0] = 0
+    returned[..., 0] = 0
     assert (encoder(returned, walls) != before).any()
 
 
@@ -455,7 +485,7 @@ def test_given_subgoals_need_no_models(subgoals):
     changed = {name: x != before[name] for name, x in state.networks.policy.state_dict().items()}
     assert all(x.any() for x in changed.values())
     read = goals.flatten(0, 2).any(0).expand(2, -1)[0]  # a kind that nobody is teaches nothing
-    assert torch.equal(changed["trunk.0.weight"][0][:, -goals.shape[3] :].any(0), read)
+    assert torch.equal(changed["trunk.0.weight"][0][-goals.shape[3] :].any(1), read)
     metrics = state.metrics.read()
     assert state.games.replay.data is None and not any(name.startswith(("moa/", "omg/", "wm/")) for name in metrics)
     for imagination in (False, True):
@@ -598,12 +628,12 @@ def test_evidence_is_read_in_units_of_its_noise():
     history[..., 0], history[..., 8] = 3.0, 99.0
     read = history / torch.tensor([2.0] * 8 + [10.0] * 8)
     for inputs, layers, method in ((features, "head", "forward"), (goal, "decoder", "reconstruct")):
-        hidden = torch.cat([inputs, read], 2) @ inference.params[f"{layers}.0.weight"].mT
+        hidden = torch.cat([inputs, read], 2) @ inference.params[f"{layers}.0.weight"]
         hidden = (hidden + inference.params[f"{layers}.0.bias"][:, None]).relu()
-        expected = hidden @ inference.params[f"{layers}.2.weight"].mT + inference.params[f"{layers}.2.bias"][:, None]
+        expected = hidden @ inference.params[f"{layers}.2.weight"] + inference.params[f"{layers}.2.bias"][:, None]
         torch.testing.assert_close(inference(inputs, history, method=method), expected)
         assert not torch.allclose(inference(inputs, history.roll(8, 2), method=method), expected)
-    assert not hop.SubgoalInference.read(torch.zeros(2, 16)).any()
+    assert not hop.SubgoalInference.read(torch.zeros(2, 3, 16)).any()
 
 
 def test_some_histories_are_reset_after_a_game_and_only_then():
@@ -634,6 +664,32 @@ def test_a_memory_stays_as_short_as_those_of_the_training():
     args = make_args()
     in_training = 1 / args.history_reset_prob  # games, on average
     assert 1 / (1 - args.memory_discount) <= in_training * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+def test_events_are_summed_as_one_by_one(decay):
+    """All steps at once, with ends and resets in the middle; gradients too"""
+    torch.manual_seed(0)
+    args = make_args("ppo-omg", memory_discount=decay)
+    learners, steps, games, others, hidden = 2, 12, 5, 3, 4
+    history = torch.randn(learners, games, others, 2 * hidden)
+    event = torch.randn(learners, steps, games, others, hidden, requires_grad=True)
+    done = torch.rand(learners, steps, games) < 0.3
+    reset = done & (torch.rand(learners, steps, games) < 0.4)
+    assert reset.any() and (done & ~reset).any()
+    expected = []
+    before = history
+    for t in range(steps):
+        expected.append(before)
+        discount = torch.where(reset[:, t], 0.0, decay)[..., None, None]
+        before = hop.add_event(before, event[:, t], done[:, t][..., None, None], discount)
+    expected = torch.stack(expected, 1)
+    sums = hop.sum_events(args, history, event, done, reset)
+    torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
+    weight = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad((sums * weight).sum(), event)
+    (expected_gradient,) = torch.autograd.grad((expected * weight).sum(), event)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.9])
@@ -855,9 +911,8 @@ def test_moa_learns_what_co_players_did_while_they_were_there(subgoals, monkeypa
     state = make_state("ppo-omg", subgoals=subgoals, num_envs=16)
     w, _, _ = play(state, 14)
     enlarge_moa(state)
-    state.networks.moa.params["head.0.weight"].data[..., -state.args.goal_dim :] = (
-        0  # which subgoal it reads: no matter
-    )
+    first_layer = state.networks.moa.params["head.0.weight"].data
+    first_layer[:, -state.args.goal_dim :] = 0  # which subgoal it reads: no matter
     losses = model_losses(state, w)["moa"].tolist()
     gone, there = 0, co_players_there(w, TINY_CONFIG)
     with torch.no_grad():
@@ -1045,7 +1100,7 @@ def test_training_selects_subgoals_as_asked_and_pretraining_the_last_state():
     for sign in (1, -1):
         for selection in selections:
             kl[selection, sign] = model_losses(state, w, subgoal_selection=selection)["kl"].tolist()
-        for name in ("critic.2.weight", "critic.2.bias"):
+        for name in ("critic.weight", "critic.bias"):
             state.networks.policy.params[name].data.neg_()
     for one, other in itertools.combinations(selections, 2):
         assert kl[one, 1] != kl[other, 1], f"{one} and {other}"

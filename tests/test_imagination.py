@@ -462,7 +462,7 @@ def ppo_batch(args, policy, rows=24, seed=1):
 
 def new_policy(args, seeds=(1, 2)):
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), list(seeds), CPU)
-    return policy, hop.make_optimizer(policy.parameters(), args.learning_rate, eps=1e-5)
+    return policy, hop.Adam(policy.parameters(), args.learning_rate, eps=1e-5)
 
 
 def test_updates_are_those_of_plain_ppo():
@@ -476,7 +476,7 @@ def test_updates_are_those_of_plain_ppo():
     assert counted.sum(1).tolist() == [24, 16]
     for m in range(2):
         agent = hop.ActorCritic(TINY_CONFIG, args)
-        agent.load_state_dict({name: x[m] for name, x in start.items()})
+        agent.load_state_dict({name: x[m : m + 1] for name, x in start.items()})
         adam = torch.optim.Adam(agent.parameters(), lr=3e-3, eps=1e-5)
         rows = torch.cat([counted[m].nonzero()[:, 0], (~counted[m]).nonzero()[:, 0]])  # those that count come first
         torch.manual_seed(4)
@@ -484,7 +484,7 @@ def test_updates_are_those_of_plain_ppo():
         for _ in range(3):
             for index in torch.rand(24).argsort().tensor_split(2):
                 index = rows[index][counted[m, rows[index]]]
-                mb = {name: x[m, index] for name, x in batch.items()}
+                mb = {name: x[m : m + 1, index] for name, x in batch.items()}
                 log_probs, value = agent(mb["inputs"], mb["legal"])
                 dist = torch.distributions.Categorical(logits=log_probs)
                 log_ratio = dist.log_prob(mb["action"]) - mb["log_prob"]
@@ -504,7 +504,7 @@ def test_updates_are_those_of_plain_ppo():
                 sums = {name: sums.get(name, 0.0) + float(x.detach()) for name, x in seen.items()}
                 updates += 1
         for name, p in agent.named_parameters():
-            torch.testing.assert_close(policy.params[name][m], p, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(policy.params[name][m : m + 1], p, atol=1e-6, rtol=1e-5)
         for name, total in sums.items():  # over all minibatches
             assert float(found[f"losses/{name}"][m]) == pytest.approx(total / updates, abs=1e-5), name
         assert sums["grad_norm"] / updates > 0.4 and 0 < sums["clipfrac"] < updates

@@ -428,8 +428,8 @@ def test_an_edited_copy(tmp_path):
     text = Path(hopplus_ppo.__file__).read_text()
     copy.write_text(
         text.replace(
-            "return log_probs, self.critic(x).squeeze(1)",
-            "return log_probs, self.critic(x).squeeze(1) + 7",
+            "return log_probs, self.critic(critic_x).squeeze(2)",
+            "return log_probs, self.critic(critic_x).squeeze(2) + 7",
         )
     )
     assert copy.read_text() != text

@@ -250,7 +250,7 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("both", {"resume": "{missing}"}, ["no ", "checkpoint", "missing"]),
     ("both", {"resume": "{cut}"}, ["cut short", "bytes"]),
     ("both", {"resume": "{text}"}, ["checksum"]),
-    ("both", {"resume": "{other}"}, ["pretrain_world_model.py 9", "pretrain_vae.py 9"]),
+    ("both", {"resume": "{other}"}, [wm.FORMAT, vae.FORMAT]),
     ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
     ("both", {"resume": "{optimizer}"}, ["its optimizer does not fit"]),
     ("both", {"resume": "{checkpoint}", "run_dir": "elsewhere"}, ["--run-dir elsewhere", "may change"]),

@@ -29,7 +29,7 @@ def gradient(part, max_norm):
     """One step on a part of a batch of 8 -> norms, weights"""
     args = hop.make_args("ppo", "cpu", **TINY_FLAGS)
     policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
-    optimizer = hop.make_optimizer(policy.parameters(), 0.1)
+    optimizer = hop.Adam(policy.parameters(), 0.1)
     torch.manual_seed(3)
     x, target = 12 * torch.rand(2, 8, sum(policy.network.sizes))[:, part], torch.rand(2, 8)[:, part]
     log_probs, value = policy(x, torch.ones(*x.shape[:2], 7, dtype=torch.bool))

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo as hop
+import pretrain_vae
+import pretrain_world_model
 import stag_hunt_env as game
 from stag_hunt_env import Run, StagHuntEnv, UserError, command_line
 
@@ -330,7 +332,7 @@ def test_a_weight_that_is_no_number_never_gets_into_the_checkpoint(tmp_path, mon
 
     def poisoned(state):
         samples = train_iteration(state)
-        state.networks.policy.params["critic.2.weight"].data[2, 0, 0] = math.inf
+        state.networks.policy.params["critic.weight"].data[2, 0, 0] = math.inf
         return samples
 
     monkeypatch.setattr(hop, "train_iteration", poisoned)
@@ -442,9 +444,9 @@ def files(runs, tmp_path_factory):
         "negative": saved | {"iteration": -1},
         "nowhere": saved | {"folders": []},
         "no state": saved | {"states": None},
-        "unfit": {"format": "pretrain_vae.py 9", "must_match": None, "networks": {}},
-        "empty": {"format": "pretrain_vae.py 9", "must_match": {}, "networks": None},
-        "no MOA": {"format": "pretrain_vae.py 9", "must_match": {}, "networks": {"prior": {}, "inference": {}}},
+        "unfit": {"format": pretrain_vae.FORMAT, "must_match": None, "networks": {}},
+        "empty": {"format": pretrain_vae.FORMAT, "must_match": {}, "networks": None},
+        "no MOA": {"format": pretrain_vae.FORMAT, "must_match": {}, "networks": {"prior": {}, "inference": {}}},
     }
     for name, content in contents.items():
         found[name] = folder / f"{name}.pt"
@@ -487,9 +489,9 @@ REFUSED_FILES = [
     ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
     ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
     ({"vae_checkpoint": "missing"}, "missing.pt: there is no checkpoint"),
-    ({"vae_checkpoint": "checkpoint"}, "not 'pretrain_vae.py 9'"),
+    ({"vae_checkpoint": "checkpoint"}, f"not '{pretrain_vae.FORMAT}'"),
     ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, "not 'pretrain_world_model.py 9'"),
+    ({"world_model_checkpoint": "checkpoint"}, f"not '{pretrain_world_model.FORMAT}'"),
 ]
 
 
@@ -513,8 +515,8 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     pick = {name: {key: x[[0, 3]] for key, x in network.items()} for name, network in weights.items()}
     vae = {name: pick[name] for name in ("prior", "inference", "moa")}
     for name, form, networks in (
-        ("vae", "pretrain_vae.py 9", vae),
-        ("world", "pretrain_world_model.py 9", {"world": pick["world"]}),
+        ("vae", pretrain_vae.FORMAT, vae),
+        ("world", pretrain_world_model.FORMAT, {"world": pick["world"]}),
     ):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
         save_as_run(tmp_path / f"{name}.pt", content)

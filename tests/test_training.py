@@ -17,6 +17,35 @@ from test_imagination import TrueWorld, wrong
 from tiny_hopplus import make_args, make_state, play, train, watch_networks
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The optimiser
+
+
+def test_it_is_torchs_adam():
+    torch.manual_seed(0)
+    ours = [
+        torch.nn.Parameter(torch.randn(4, 3, 5)),
+        torch.nn.Parameter(torch.randn(4, 5)),
+        torch.nn.Parameter(torch.ones(2)),
+    ]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    adam = hop.Adam(ours, 0.5, eps=1e-5, beta2=0.99)
+    reference = torch.optim.Adam(theirs, lr=torch.tensor(0.01), eps=1e-5, betas=(0.9, 0.99), fused=True)
+    adam.param_groups[0]["lr"].fill_(0.01)
+    for _ in range(5):
+        adam.zero_grad()
+        assert all(p.grad is None for p in ours)
+        for p, q in zip(ours[:2], theirs[:2], strict=True):  # nothing learns the third
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        adam.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-7, rtol=1e-6)
+    assert torch.equal(ours[2], torch.ones(2))
+    torch.testing.assert_close(adam.state[ours[0]]["exp_avg_sq"], reference.state[theirs[0]]["exp_avg_sq"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What each flag changes
 
 FAST = {

@@ -1,6 +1,7 @@
 """World model: labels, what the structured head cannot predict, and how predictions are measured."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -212,7 +213,7 @@ def test_whatever_the_weights_only_possible_boards(config):
             changed += int((p.board[:, :, :n] != board[:, :, :n]).sum())
             taken += int((p.board[:, :, n + 1 :] < board[:, :, n + 1 :]).sum())
             with torch.no_grad():
-                cells, _ = world(cells, data.walls, joint, data.seat, method="predict")
+                cells, _ = world(cells, data.walls.float(), joint, data.seat, method="predict")
             assert torch.equal(game.planes(config, cells, data.walls), p.board)
     assert changed > 0 and taken > 0, "these weights should do something"
 
@@ -222,10 +223,9 @@ def test_expected_planes_against_plain_loops(config):
     """Players: the chance to go to a cell. Prey: the chance that not even the likeliest of those on it takes it."""
     data = wm.first_rows(dataset(config, 4), 30)
     world = make_model(config, (2,), scale=0.2)
-    step = data.board, data.walls, data.joint, data.seat
     with torch.no_grad():
-        outcome, taken, _ = (x[0] for x in world(*step))
-        ours = wm.expected_planes(config, world, *step)[0]
+        outcome, taken, _ = (x[0] for x in world(data.board, data.walls.float(), data.joint, data.seat))
+        ours = wm.expected_planes(config, world, data.board, data.walls, data.joint, data.seat)[0]
     before, n = game.planes(config, data.board, data.walls)[0], config.num_players
     expected = before.float().flatten(2)
     expected[:, :n] = 0.0
@@ -316,12 +316,60 @@ def test_a_player_is_judged_alike_by_every_observer(config):
     with torch.no_grad():
         world = make_model(config, (2,), scale=0.2)
         seat = torch.zeros(1, len(boards) * n)
-        outcome, taken, _ = world(boards.flatten(0, 1)[None], walls[None], joint.flatten(0, 1)[None], seat)
+        step = boards.flatten(0, 1)[None], walls[None].float(), joint.flatten(0, 1)[None], seat
+        outcome, taken, _ = world(*step)
     present = boards[:, :, :n] < config.num_cells
     for logits in (outcome[0].unflatten(0, (-1, n)), taken[0].unflatten(0, (-1, n))):
         own = env.seats_to_ego(logits[:, :, 0])
         assert torch.allclose(logits[present], own[present], rtol=1e-3, atol=1e-3)
         assert not torch.allclose(logits[present], own.roll(1, 2)[present], rtol=1e-3, atol=1e-3)
+
+
+def plain_view(config, board, walls, joint, seat, k):
+    """What the network reads for player k: its own action; by cell around it how many do what (where strengths differ:
+    who does what), stags, hares, walls, the board; strengths"""
+    n, by_name = config.num_players, config.strengths is not None
+    doings = 7 * n if by_name else 7
+    kinds = [[0] * 9 for _ in range(doings + 4)]
+    stags = board[n : n + config.num_stags]
+    hares = board[n + config.num_stags :]
+    row, column = divmod(board[k], config.width)
+    for place, (down, right) in enumerate(itertools.product((-1, 0, 1), repeat=2)):
+        inside = 0 <= row + down < config.height and 0 <= column + right < config.width
+        if board[k] == config.num_cells or not inside:
+            continue
+        cell = (row + down) * config.width + column + right
+        for j in range(n):
+            kind = joint[j] + 7 * j if by_name else joint[j]
+            kinds[kind][place] += board[j] == cell
+        kinds[doings][place] = stags.count(cell)
+        kinds[doings + 1][place] = hares.count(cell)
+        kinds[doings + 2][place] = walls[cell] if config.max_wall_pieces else 0
+        kinds[doings + 3][place] = 1
+    strengths = []
+    if by_name:
+        mean = sum(config.strengths) / n
+        strengths = [config.strengths[(seat + j) % n] / mean for j in range(n)]
+    own = [int(action == joint[k]) for action in range(7)]
+    return [*own, *itertools.chain(*kinds), *strengths]
+
+
+@every_case
+def test_what_the_network_reads_against_plain_loops(config):
+    data = dataset(config, 4)
+    data.board[:, ::3, 1] = data.board[:, ::3, 0]  # two on one cell
+    world, read = make_model(config), []
+    world.network.trunk.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    world(data.board, data.walls.float(), data.joint, data.seat)
+    rows = zip(*(x[0].tolist() for x in (data.board, data.walls, data.joint, data.seat)), strict=True)
+    expected = []
+    for board, walls, joint, seat in rows:
+        expected += [plain_view(config, board, walls, joint, seat, k) for k in range(config.num_players)]
+    expected = torch.tensor(expected, dtype=torch.float32)
+    ours, padding = read[0][0].split([expected.shape[1], read[0].shape[2] - expected.shape[1]], 1)
+    torch.testing.assert_close(ours, expected)
+    assert not padding.any()
+    assert (data.board[..., : config.num_players] == config.num_cells).any()
 
 
 def test_two_hunters_differ_from_one():
@@ -468,17 +516,18 @@ def test_a_pixel_head_reads_its_own_values_again():
 def test_what_a_learner_takes_the_values_of_a_pixel_head_for():
     config = Config(height=3, width=4, num_players=3, num_hares=2)
     model = wm.PixelWorldModel(config, small_args(wm_head="pixel"))
-    values = torch.zeros(1, *config.observation_shape)
-    values[0, 0].view(-1)[[3, 7]] = torch.tensor([0.6, 0.9])  # in two cells: the first
-    values[0, 1].view(-1)[4] = 0.4  # gone
-    values[0, 2].view(-1)[11] = 1.0
-    values[0, 4].view(-1)[2] = 1.0  # a stag that was not there
-    values[0, 5].view(-1)[[5, 8]] = torch.tensor([0.8, 1.0])  # one of the hares is left; 8 is new
-    model.forward = lambda planes, joint, seat: (values, torch.tensor([0.7]))
-    board = torch.tensor([[2, 4, 10, 1, 5, 6]], dtype=torch.uint8)
-    found, reward = model.predict(board, torch.zeros(1, 1), torch.zeros(1, 3), torch.zeros(1))
-    assert found.tolist() == [[3, 12, 11, 12, 5, 12]] and found.dtype == torch.uint8
-    assert reward.tolist() == pytest.approx([0.7])
+    values = torch.zeros(1, 1, *config.observation_shape)
+    seen = values[0, 0]
+    seen[0].view(-1)[[3, 7]] = torch.tensor([0.6, 0.9])  # in two cells: the first
+    seen[1].view(-1)[4] = 0.4  # gone
+    seen[2].view(-1)[11] = 1.0
+    seen[4].view(-1)[2] = 1.0  # a stag that was not there
+    seen[5].view(-1)[[5, 8]] = torch.tensor([0.8, 1.0])  # one of the hares is left; 8 is new
+    model.forward = lambda planes, joint, seat: (values, torch.tensor([[0.7]]))
+    board = torch.tensor([[[2, 4, 10, 1, 5, 6]]], dtype=torch.uint8)
+    found, reward = model.predict(board, torch.zeros(1, 1, 1), torch.zeros(1, 1, 3), torch.zeros(1, 1))
+    assert found.tolist() == [[[3, 12, 11, 12, 5, 12]]] and found.dtype == torch.uint8
+    assert reward.tolist() == [[pytest.approx(0.7)]]
 
 
 def test_the_starts_of_a_look_ahead_come_from_all_games():
@@ -513,6 +562,7 @@ def test_stacked_models_are_independent(head):
     config = PRETRAINING_CASES["two players"]
     data = wm.Dataset(*(x[:, :50] for x in dataset(config, 10)))
     world, alone = (make_model(config, seeds, wm_head=head) for seeds in ((7, 8), (8,)))
+    data = data._replace(walls=data.walls.float())
     batch = [x.expand(2, *x.shape[1:]) for x in data[:6]]
     loss = world(*batch, method="loss").mean(1)
     loss[0].backward()

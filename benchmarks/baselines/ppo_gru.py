@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FORMAT = "ppo-gru-1"  # of a checkpoint
+FORMAT = "ppo-gru-2"  # of a checkpoint
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device.
 
@@ -131,30 +131,36 @@ class Linear(nn.Module):
 
 class BoardEncoder(nn.Module):
     """The eyes that hopplus_ppo.py has: each thing on the board is looked up by its kind and its cell relative to the
-    learner; what is found adds up."""
+    learner, or by its number if it is not there; what is found adds up."""
 
     def __init__(self, config: StagHuntConfig, own: list[torch.Generator], hidden: int):
         super().__init__()
-        n, cells, wide = config.num_players, config.num_cells, 2 * config.width - 1
+        players = config.num_players
+        cells = config.num_cells
+        wide = 2 * config.width - 1
         spots = (2 * config.height - 1) * wide
         row, column = np.divmod(np.arange(cells), config.width)
-        spot = (row - row[:, None] + config.height - 1) * wide + column - column[:, None] + config.width - 1
-        rows = spots * (n + 2) + cells + 1  # the last row stands for what is not there
-        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
-        lookup = np.full((n + 2, cells + 1, cells + 1), rows - 1)  # [kind, own cell, its cell] -> row of the table
-        lookup[:, :cells, :cells] = spot + spots * np.arange(n + 2)[:, None, None]
+        down = row - row[:, None] + config.height - 1
+        right = column - column[:, None] + config.width - 1
+        kinds = [*range(players), *[players] * config.num_stags, *[players + 1] * config.num_hares]
+        entity = np.arange(len(kinds))
+        own_row = spots * (players + 2)  # the learner itself is looked up by its cell on the board
+        lookup = np.empty((len(kinds), cells + 1, cells + 1), int)  # [entity, own cell, its cell]
+        lookup[:] = (own_row + cells + entity)[:, None, None]  # not there
+        lookup[:, :cells, :cells] = spots * np.array(kinds)[:, None, None] + down * wide + right
         lookup[:, cells] = lookup[:, 0]  # a learner that has left sees the board from its first cell
-        lookup[0, :cells] = spots * (n + 2) + np.arange(cells)[:, None]  # itself: its cell on the board
-        kinds = [*range(n), *[n] * config.num_stags, *[n + 1] * config.num_hares]
+        lookup[0, :cells] = own_row + np.arange(cells)[:, None]
+        rows = own_row + cells + len(kinds)
+        rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("kind", torch.tensor(kinds), persistent=False)
+        self.register_buffer("entity", torch.tensor(entity), persistent=False)
         self.table = nn.Parameter(torch.stack([0.1 * torch.randn(rows, 2 * hidden, generator=each) for each in own]))
         self.walls = Linear(own, cells, 2 * hidden, 1.0) if config.max_wall_pieces else None
         self.mix = nn.Sequential(nn.ReLU(), Linear(own, 2 * hidden, hidden), nn.ReLU())
 
     def forward(self, entities, walls):
         """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
-        row = self.lookup[self.kind, entities[..., :1], entities]
+        row = self.lookup[self.entity, entities[..., :1], entities]
         found = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device).scatter(3, row, 1.0)
         x = found @ self.table[:, None]  # as a lookup, but its gradient is a product too: a lookup's is slow on a GPU
         return self.mix(x if self.walls is None else x + self.walls(walls))
