@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -192,14 +193,15 @@ def measure_command(script: str, flags: str, at_once: int, busy: bool, device) -
             raise UserError(f"this command fails: {' '.join(words)}")
         metrics = min(Path(folder).glob("*/*/metrics.jsonl"))
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    last_fifth = [row["charts/episodic_return"] for row in rows if row["steps"] > 0.8 * rows[-1]["steps"]]
-    learned = [row["time/ready"] + row["time/training"] for row in rows if row["charts/episodic_return"] >= 2.8]
+    ended = [row for row in rows if row["charts/episodic_return"] is not None]  # with games that ended
+    last_fifth = [row["charts/episodic_return"] for row in ended if row["steps"] > 0.8 * rows[-1]["steps"]]
+    learned = [row["time/ready"] + row["time/training"] for row in ended if row["charts/episodic_return"] >= 2.8]
     return {
         "seconds": seconds,
         "ready_s": rows[-1]["time/ready"],
         "training_s": rows[-1]["time/training"],
-        "seconds_to_2.8": learned[0] if learned else float("nan"),
-        "return_last_fifth": statistics.mean(last_fifth),
+        "seconds_to_2.8": learned[0] if learned else math.nan,
+        "return_last_fifth": statistics.mean(last_fifth) if last_fifth else math.nan,
     }
 
 

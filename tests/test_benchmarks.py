@@ -70,7 +70,7 @@ def test_speed(script, flags, tmp_path):
 
 def test_commands(tmp_path, monkeypatch):
     """Two at once beside a busy program; the slowest counts"""
-    flags = f"--method ppo --total-timesteps 64 {SMALL}"
+    flags = f"--method ppo --final-time 6 --total-timesteps 512 {SMALL}"
     monkeypatch.setattr(speed, "COMMANDS", {"small": ("ppo", flags, 2, True)})
     (row,) = speed.main(speed.Args(cases="commands", device="cpu", folder=str(tmp_path)))
     assert row["seconds"] > row["ready_s"] + row["training_s"] > 0 and -1 <= row["return_last_fifth"] <= 5
