@@ -1990,6 +1990,7 @@ def capture_graphs(state: "TrainState", stages: dict) -> dict:
     torch.cuda.synchronize()
     state.load_state_dict(before)
     state.metrics.read()
+    torch.cuda.empty_cache()  # graphs have memory of their own: what came before gives its back
     env = state.games.env
     return {name: capture(function, env, True) for name, function in stages.items()}
 
