@@ -1341,6 +1341,7 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
     --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`."""
     boxes_type = dataclasses.make_dataclass("Flags", groups.items())
+    boxes_type.__module__ = "builtins"  # else tyro looks for its text, again for each box
     defaults = []
     for group in groups.values():
         if group is StagHuntConfig:

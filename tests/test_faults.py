@@ -384,7 +384,8 @@ def test_a_default_checkpoint_is_small(tmp_path):
     args = hop.make_args("hopplus", "cpu", pretraining_updates=1, pretraining_games=2, subgoal_batch_size=2)
     state = hop.make_train_state(args, [["learner"] * 4], [1], torch.device("cpu"))
     hop.pretrain(args, state, [1], 0)
+    transitions = hop.rollout(args, state.games, state.networks, args.num_steps)[0]
     for _ in range(args.replay_rollouts):
-        state.games.replay.push(hop.rollout(args, state.games, state.networks, args.num_steps)[0])
+        state.games.replay.push(transitions)
     save_as_run(tmp_path / "checkpoint.pt", {"states": [state.state_dict()]})
     assert (tmp_path / "checkpoint.pt").stat().st_size < 25e6
