@@ -1,5 +1,6 @@
 """Whole runs of hopplus_ppo.py: what they leave behind, how they stop and go on, and which flags are refused."""
 
+import contextlib
 import copy
 import dataclasses
 import errno
@@ -304,10 +305,12 @@ POISONED = [("policy", "losses/policy_loss"), ("world", "losses/world_model"), (
 @pytest.mark.parametrize(("part", "quantity"), POISONED)
 def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, capsys):
     train_iteration, calls = hop.train_iteration, []
+    casts = NoNonFiniteCasts()
 
     def poisoned(state):
         calls.append(part)
         if len(calls) == 2:
+            held.enter_context(casts)
             for weight in getattr(state.networks, part).parameters():
                 weight.data[1].fill_(math.nan)
         return train_iteration(state)
@@ -315,9 +318,9 @@ def test_not_a_number_stops_the_run(part, quantity, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(hop, "train_iteration", poisoned)
     monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py"])
     args = make_args(run_dir=str(tmp_path), total_timesteps=4 * 32, save_seconds=0.0)
-    with pytest.raises(SystemExit) as stop, NoNonFiniteCasts() as seen:
+    with pytest.raises(SystemExit) as stop, contextlib.ExitStack() as held:
         command_line(lambda words: args, hop.main)
-    assert stop.value.code == 1 and seen.casts > 0
+    assert stop.value.code == 1 and casts.casts > 0
     (bad,) = tmp_path.glob("*/checkpoint_bad.pt")
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == f"error: {quantity} is nan (seed 1, iteration 2; see checkpoint_bad.pt)"
