@@ -236,6 +236,8 @@ class Stacked:
                 networks.append(make())
         self.network = networks[0]
         for own in zip(*(network.parameters() for network in networks), strict=True):
+            if own[0].shape[:1] != (1,):
+                raise ValueError("a parameter lacks the learners' axis, 1 at first: use Linear, not nn.Linear")
             own[0].data = torch.cat([p.data for p in own])
         self.network.to(device)
         self.params = dict(self.network.named_parameters())

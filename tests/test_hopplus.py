@@ -179,6 +179,12 @@ def test_a_long_batch_is_split_on_a_gpu_where_it_learns(monkeypatch):
     assert shapes == [(2, 3072), (4, 1536), (2, 3072)]
 
 
+def test_a_layer_of_torch_is_refused():
+    """Its parameters would be laid end to end along the wrong axis"""
+    with pytest.raises(ValueError, match="use Linear, not nn.Linear"):
+        hop.Stacked(lambda: torch.nn.Linear(3, 2), [1, 2], CPU)
+
+
 def test_whole_numbers_are_refused():
     """A layer computes in the numbers that it reads, and would round its weights"""
     with pytest.raises(TypeError, match="rounded"):
