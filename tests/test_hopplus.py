@@ -181,7 +181,7 @@ def test_a_long_batch_is_split_on_a_gpu_where_it_learns(monkeypatch):
 
 def test_a_layer_of_torch_is_refused():
     """Its parameters would be laid end to end along the wrong axis"""
-    with pytest.raises(ValueError, match="use Linear, not nn.Linear"):
+    with pytest.raises(ValueError, match=r"use Linear, not nn\.Linear"):
         hop.Stacked(lambda: torch.nn.Linear(3, 2), [1, 2], CPU)
 
 
