@@ -366,6 +366,8 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
+    no_memory = args.unsteady > 0 and history_decay(args) == 0
+    refuse(no_memory, "--unsteady needs a memory that outlasts a game: --memory-discount > 0, not --redraw game")
     kinds = len(game.population_names(args.population))
     table = game.seats_table(args.seats, config.num_players)
     refuse("learner" not in table, f"--seats {args.seats}: nobody learns")
@@ -1620,6 +1622,7 @@ class Games:
             remember=decay > 0,
             watch=watch,
             reset_prob=args.history_reset_prob if resets else 0.0,
+            unsteady=args.unsteady if decay else 0.0,
         )
         shape = self.seats.learner_seat.shape  # [M, E]
         self.last_joint = torch.full((*shape, config.num_players), STAY, device=device)

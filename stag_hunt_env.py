@@ -701,6 +701,9 @@ class SeatFlags:
     seats: str | None = None  # who sits where: learner, mixed, a player or a stranger (None: learners everywhere)
     population: str = ",".join(POPULATION)  # the players that mixed seats, pretraining and the exact posterior know
     redraw: str = "game"  # when a mixed seat gets a new player: after each game, never, or with this probability
+    unsteady: Fraction = 0.0
+    """share of the places whose mixed seats get a new player after each game whatever --redraw says,
+    while the others' memory goes on: so a learner learns that somebody may not be who it was"""
 
 
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
@@ -743,8 +746,10 @@ class Seats:
     `tables` names the N players of each block. The M learners are numbered block by block, seat by
     seat; with `share_parameters` those of a block are one learner with more games. `remember`: the
     posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all seats.
-    `reset_prob`: how often a game's end also resets what is remembered in it. `kinds` int64 [B, N]:
-    LEARNER, or a number in `names`, whose first P are the population."""
+    `reset_prob`: how often a game's end also resets what is remembered in it. `unsteady`: share of
+    the games of a block, the first ones, in which mixed seats are redrawn after each game; the
+    posterior expects as many, and infers it. `kinds` int64 [B, N]: LEARNER, or a number in `names`,
+    whose first P are the population."""
 
     def __init__(
         self,
@@ -756,6 +761,7 @@ class Seats:
         remember: bool = False,
         watch: bool = False,
         reset_prob: float = 0.0,
+        unsteady: float = 0.0,
     ):
         players = env.config.num_players
         tables = [seats_table(table, players) for table in tables]
@@ -773,8 +779,12 @@ class Seats:
         table_kinds = [[self._kind[name] for name in table] for table in seated]
         kinds = torch.tensor(table_kinds, device=env.device).repeat_interleave(self.num_envs, 0)  # [B, N]
         self._draw_players(kinds)
-        self._redraw_prob = (kinds == MIXED) * redraw_prob(redraw)
-        self._start_posterior(remember)
+        mixed = kinds == MIXED
+        self._steady_prob = mixed * redraw_prob(redraw)  # [B, N] of a new player after a game
+        number = torch.arange(env.num_envs, device=env.device) % self.num_envs
+        changes = number < round(unsteady * self.num_envs)
+        self._redraw_prob = torch.where(mixed & changes[:, None], 1.0, self._steady_prob)
+        self._start_posterior(remember, unsteady)
         self._reset_prob = reset_prob
         self._table = self._probs = None  # what the last `action_probs` computed
 
@@ -822,15 +832,32 @@ class Seats:
             hunter = torch.where(hunts_stag, self._kind["nearest_stag"], self._kind["nearest_hare"])
             self.kinds = torch.where(self._switching, hunter, self.kinds)
 
-    def _start_posterior(self, remember):
+    def settle(self) -> None:
+        """From now on players stay as --redraw says everywhere; the posterior does not know"""
+        self._redraw_prob = self._steady_prob
+
+    def _start_posterior(self, remember, unsteady):
+        """Jointly over who it is [P] and, if some are unsteady, whether it is [2]: [B, N, 1 or 2, P]"""
         count = len(self.population)
-        self._log_prior = -math.log(count)
-        size = (*self.kinds.shape, count)
-        self.log_posterior = torch.full(size, self._log_prior, device=self.kinds.device)
-        # After a game the posterior becomes (1 - forget) * posterior + forget * prior.
-        forget = self._redraw_prob if remember else torch.ones_like(self._redraw_prob)
-        self._log_keep = (1 - forget[..., None]).log()
-        self._log_forget = (forget[..., None] / count).log()
+        device = self.kinds.device
+        shares = [1.0]
+        if unsteady > 0:
+            unsteady = min(unsteady, 1 - 1e-6)
+            shares = [1 - unsteady, unsteady]
+        shares = torch.tensor(shares, device=device)[:, None]
+        self._log_prior = (shares / count).log().expand(-1, count)  # [1 or 2, P]
+        self.log_joint = self._log_prior.expand(*self.kinds.shape, -1, -1).clone()
+        # After a game who it is becomes (1 - forget) * posterior + forget * prior.
+        forget = torch.stack([self._steady_prob, torch.ones_like(self._steady_prob)], 2)[..., : len(shares), None]
+        if not remember:
+            forget = torch.ones_like(forget)
+        self._log_keep = (1 - forget).log()
+        self._log_forget = (forget / count).log()
+
+    @property
+    def log_posterior(self) -> Tensor:
+        """[B, N, P] who it is"""
+        return self.log_joint.logsumexp(2) if len(self._log_prior) > 1 else self.log_joint[:, :, 0]
 
     def to_learners(self, x: Tensor) -> Tensor:
         """[B, N, ...] by seat -> [M, E, ...]"""
@@ -906,12 +933,14 @@ class Seats:
         likelihood = likelihood.clamp(min=1e-9)  # a stranger does anything
         acted = present_before & (self.kinds != LEARNER)
         evidence = likelihood.log() * acted[..., None]
-        log_posterior = (self.log_posterior + evidence).log_softmax(2)
-        next_game = torch.logaddexp(log_posterior + self._log_keep, self._log_forget)
+        log_joint = self.log_joint + evidence[:, :, None]
+        log_joint = log_joint.flatten(2).log_softmax(2).view(log_joint.shape)
+        log_mass = log_joint.logsumexp(3, keepdim=True)
+        next_game = torch.logaddexp(log_joint + self._log_keep, log_mass + self._log_forget)
         if self._reset_prob > 0:
             reset = torch.rand(ended.shape, device=ended.device) < self._reset_prob
-            next_game = next_game.masked_fill(reset[..., None], self._log_prior)
-        self.log_posterior.copy_(torch.where(ended[..., None], next_game, log_posterior))
+            next_game = torch.where(reset[..., None, None], self._log_prior, next_game)
+        self.log_joint.copy_(torch.where(ended[..., None, None], next_game, log_joint))
 
     def _redraw_players(self, ended):
         uniform = torch.rand(self.kinds.shape, device=ended.device)
@@ -924,7 +953,7 @@ class Seats:
         self.kinds.copy_(kinds)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"kinds": self.kinds, "log_posterior": self.log_posterior}
+        return {"kinds": self.kinds, "log_joint": self.log_joint}
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         copy_nested_(self.state_dict(), saved)

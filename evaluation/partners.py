@@ -151,6 +151,7 @@ def of_gru(args: Args, paths: list[Path], saved: list[dict]) -> np.ndarray:
         "seed": args.seed,
         "num_seeds": len(paths),
         "redraw": "never",
+        "unsteady": 0.0,
         "num_envs": args.places,
         "num_steps": 8,
         "state_reset_prob": 0.0,

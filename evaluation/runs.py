@@ -252,6 +252,7 @@ def seat_learners(run: Run, tables: list[list[str]], seed: int, index: list[int]
     args = dataclasses.replace(run.args, **FROZEN | changes)
     run.script.seed_everything([seed], rank=0, stream=0)
     games = run.script.Games(args, tables, run.device)
+    games.seats.settle()  # --unsteady is for training
     networks = run.script.make_networks(args, index, run.device)
     load_agents(run, networks, index)
     return Seated(args, games, networks)

@@ -126,7 +126,7 @@ def with_drawn_players(state: Seated, many: Seated, table: list[str], copies: in
         kept.copy_(x.repeat_interleave(copies, 0))
     drawn.last_joint.copy_(games.last_joint.repeat_interleave(copies, 1))
     drawn.history.copy_(games.history.repeat_interleave(copies, 1))
-    drawn.seats.log_posterior.copy_(games.seats.log_posterior.repeat_interleave(copies, 0))
+    drawn.seats.log_joint.copy_(games.seats.log_joint.repeat_interleave(copies, 0))
     mixed = torch.tensor([name == "mixed" for name in table], device=drawn.env.device)
     kinds = games.seats.kinds.repeat_interleave(copies, 0)
     drawn.seats.kinds.copy_(torch.where(mixed, game.sample(drawn.seats.posterior()), kinds))

@@ -1,5 +1,6 @@
 """Who sits where: the map between seats and learners, redraws between games, and the exact posterior."""
 
+import itertools
 from typing import NamedTuple
 
 from stag_hunt_env import (
@@ -419,3 +420,77 @@ def test_flags_of_seats():
 def test_tables_without_learners_are_for_watching_a_game():
     env, seats = make([["random", "mixed", "switching"]])
     assert seats.num_learners == 0 and seats.action_probs(env.state).shape == (3, 3, 7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Unsteady places
+
+
+def play_games(env, seats, steps):
+    """-> what happened in each step: who played, their actions, who acted, likelihoods [B, N, P], done"""
+    happened = []
+    for _ in range(steps):
+        kinds = seats.kinds.clone()
+        probs = seats.action_probs(env.state, torch.full((seats.num_learners, seats.num_envs, 7), 1 / 7))
+        table = seats._table[:, :, : len(seats.population)].clone()
+        actions = sample(probs)
+        _, present, done = env.advance(actions)
+        seats.update(actions, present, done)
+        happened.append((kinds, actions, present, table, done))
+    return happened
+
+
+def test_unsteady_places_change_after_each_game_and_the_others_never():
+    tables = [["learner", "mixed", "nearest_hare"]] * 2
+    env, seats = make(tables, games=40, redraw="never", remember=True, unsteady=0.25)
+    first = seats.kinds.clone()
+    happened = play_games(env, seats, 60)
+    changes = torch.zeros(80)
+    for (kinds, _, _, _, done), (after, *_) in itertools.pairwise(happened):
+        changed = (kinds != after).any(1)
+        assert not (changed & ~done).any(), "only between games"
+        changes += changed
+    unsteady = torch.arange(80) % 40 < 10  # of each block
+    assert (changes[unsteady] > 0).all() and (changes[~unsteady] == 0).all()
+    ended = torch.stack([done for *_, done in happened]).sum(0)[unsteady].sum()
+    assert changes.sum() / ended == pytest.approx(2 / 3, abs=0.1), "a new one of three, also the same"
+    assert (seats.kinds[:, 2] == first[:, 2]).all() and (seats.kinds[:, 0] == first[:, 0]).all()
+    seats.settle()
+    settled = seats.kinds.clone()
+    play_games(env, seats, 60)
+    assert (seats.kinds == settled).all()
+
+
+def test_the_posterior_also_infers_whether_a_player_is_steady():
+    """Against sums over all that may have been: the same player in all games, or another in each"""
+    share = 0.25
+    env, seats = make([["learner", "mixed", "mixed"]], games=30, redraw="never", remember=True, unsteady=share)
+    happened = play_games(env, seats, 40)
+    count = len(seats.population)
+    for game_number in range(30):
+        for seat in (1, 2):
+            same = torch.full((count,), 1 / count, dtype=torch.float64)  # who it is, of one that stays
+            now = same.clone()  # of one that is drawn anew in each game: in this one
+            earlier_games = 1.0
+            for _, actions, present, table, done in happened:
+                if present[game_number, seat]:
+                    likelihood = table[game_number, seat, :, actions[game_number, seat]].double().clamp(min=1e-9)
+                    same = same * likelihood
+                    now = now * likelihood
+                if done[game_number]:
+                    earlier_games = earlier_games * now.sum()
+                    now = torch.full((count,), 1 / count, dtype=torch.float64)
+            joint = (1 - share) * same + share * earlier_games * now
+            expected = (joint / joint.sum()).float()
+            torch.testing.assert_close(seats.posterior()[game_number, seat], expected, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(seats.posterior().sum(2), torch.ones(30, 3))
+
+
+def test_without_unsteady_places_nothing_changes():
+    runs = []
+    for options in ({}, {"unsteady": 0.0}):
+        torch.manual_seed(3)
+        env, seats = make([["learner", "mixed", "mixed"]], games=10, redraw=0.3, remember=True, **options)
+        play_games(env, seats, 30)
+        runs.append((seats.kinds, seats.posterior()))
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))

@@ -50,6 +50,8 @@ class TrainArgs:
     """the players that mixed seats draw from"""
     redraw: str = "never"
     """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
+    unsteady: Fraction = 0.0
+    """share of the places whose mixed seats get a new player after each game whatever --redraw says"""
     keep_state: bool = True
     """keep the GRU's state from game to game (default: unless --redraw game)"""
     state_reset_prob: Fraction = 0.005
@@ -353,7 +355,8 @@ def make_training(args: Args):
     device = game.resolve_device(args.device)
     torch.manual_seed(args.seed)
     env = StagHuntEnv(args.config, args.num_seeds * args.num_envs, device, args.seed)
-    seats = game.Seats(env, [args.seats] * args.num_seeds, population=args.population, redraw=args.redraw)
+    who = {"population": args.population, "redraw": args.redraw, "unsteady": args.unsteady}
+    seats = game.Seats(env, [args.seats] * args.num_seeds, **who)
     agent = Agent(args, list(range(args.seed, args.seed + args.num_seeds))).to(device)
     rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
