@@ -78,6 +78,7 @@ ELSEWHERE = {  # tests of whole runs, of the preparation, of a GPU
 }
 CASES = [("ppo", {}, name, value) for name, value in PPO.items()]
 CASES += [("ppo", {"seats": "learner,mixed,mixed"}, name, value) for name, value in DRAWN.items()]
+CASES += [("ppo-omg", {"seats": "learner,mixed,mixed", "redraw": "never"}, "unsteady", 1.0)]
 CASES += [("ppo-omg", {}, name, value) for name, value in MODELS.items()]
 CASES += [("hopplus", {}, name, value) for name, value in IMAGINATION.items()]
 
