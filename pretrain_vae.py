@@ -235,8 +235,9 @@ class Stacked:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
         self.network = networks[0]
-        for own in zip(*(network.parameters() for network in networks), strict=True):
-            own[0].data = torch.cat([p.data for p in own])
+        parameters = [network.parameters() for network in networks]
+        for first, *others in zip(*parameters, strict=True):
+            first.data = torch.cat([first.data, *(p.data for p in others)])
         self.network.to(device)
         self.params = dict(self.network.named_parameters())
         self.dtype = dtype
