@@ -624,8 +624,8 @@ def goal_kl(kind: str, q, p):
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: who does what in the 3x3 cells around each player,
-    and what is there, says where that player goes (one of 4 neighbours, stay, gone),
+    """The rules are local, and so is the network: who does what in the 3x3 cells around each
+    player, and what is there, says where that player goes (one of 4 neighbours, stay, gone),
     whether the prey on its cell is taken and, for the observer, which payoff is paid. No weight
     belongs to a cell or a seat, so any board size will do. Players cannot jump, split, fade or
     leave where no prey stands, prey cannot appear, and the reward is one that exists."""
