@@ -432,13 +432,14 @@ def memory_needs(args: Args) -> dict[str, int]:
     if needs_models(args):
         hidden = args.subgoal_hidden
         windows = learners * args.subgoal_batch_size * args.num_steps * others
+        pairs = learners * args.subgoal_batch_size * (2 * args.num_steps) ** 2  # see sum_events
         candidates = windows * args.subgoal_horizon
         goals = others * (candidates + samples) + learners * hidden
         predictions = learners * args.wm_batch_size * config.num_players
         watched = learners * args.pretraining_games * args.num_steps
         needs |= {
             "--subgoal-hidden": 48 * learners * hidden * (spots + 4 * hidden),
-            "--subgoal-batch-size, --num-steps": 24 * windows * (spots + 8 * hidden),
+            "--subgoal-batch-size, --num-steps": 24 * windows * (spots + 8 * hidden) + 24 * pairs,
             "--subgoal-horizon, --num-steps": 12 * candidates * args.policy_hidden,
             "--goal-dim": 12 * args.goal_dim * goals,
             "--wm-hidden": 16 * learners * args.wm_hidden * (args.wm_hidden + 150),
@@ -501,10 +502,11 @@ class Stacked:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
         self.network = networks[0]
-        for own in zip(*(network.parameters() for network in networks), strict=True):
-            if own[0].shape[:1] != (1,):
+        parameters = [network.parameters() for network in networks]
+        for first, *others in zip(*parameters, strict=True):
+            if first.shape[:1] != (1,):
                 raise ValueError("a parameter lacks the learners' axis, 1 at first: use Linear, not nn.Linear")
-            own[0].data = torch.cat([p.data for p in own])
+            first.data = torch.cat([first.data, *(p.data for p in others)])
         self.network.to(device)
         self.params = dict(self.network.named_parameters())
         self.dtype = dtype
@@ -727,8 +729,8 @@ def goal_kl(kind: str, q, p):
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
-    3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone),
+    """The rules are local, and so is the network: who does what in the 3x3 cells around each
+    player, and what is there, says where that player goes (one of 4 neighbours, stay, gone),
     whether the prey on its cell is taken and, for the observer, which payoff is paid. No weight
     belongs to a cell or a seat, so any board size will do. Players cannot jump, split, fade or
     leave where no prey stands, prey cannot appear, and the reward is one that exists."""
@@ -2101,13 +2103,15 @@ class Adam:
     def step(self) -> None:
         group = self.param_groups[0]
         params = [p for p in group["params"] if p.grad is not None]
+        steps = [self.state[p]["step"] for p in params]
+        torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             params,
             [p.grad for p in params],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
-            [self.state[p]["step"].add_(1) for p in params],
+            steps,
             lr=group["lr"],
             beta1=group["beta1"],
             beta2=group["beta2"],

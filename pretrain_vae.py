@@ -235,10 +235,11 @@ class Stacked:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
         self.network = networks[0]
-        for own in zip(*(network.parameters() for network in networks), strict=True):
-            if own[0].shape[:1] != (1,):
+        parameters = [network.parameters() for network in networks]
+        for first, *others in zip(*parameters, strict=True):
+            if first.shape[:1] != (1,):
                 raise ValueError("a parameter lacks the learners' axis, 1 at first: use Linear, not nn.Linear")
-            own[0].data = torch.cat([p.data for p in own])
+            first.data = torch.cat([first.data, *(p.data for p in others)])
         self.network.to(device)
         self.params = dict(self.network.named_parameters())
         self.dtype = dtype

@@ -238,10 +238,11 @@ class Stacked:
                 torch.default_generator.manual_seed(seed)
                 networks.append(make())
         self.network = networks[0]
-        for own in zip(*(network.parameters() for network in networks), strict=True):
-            if own[0].shape[:1] != (1,):
+        parameters = [network.parameters() for network in networks]
+        for first, *others in zip(*parameters, strict=True):
+            if first.shape[:1] != (1,):
                 raise ValueError("a parameter lacks the learners' axis, 1 at first: use Linear, not nn.Linear")
-            own[0].data = torch.cat([p.data for p in own])
+            first.data = torch.cat([first.data, *(p.data for p in others)])
         self.network.to(device)
         self.params = dict(self.network.named_parameters())
         self.dtype = dtype
@@ -281,8 +282,8 @@ class Stacked:
 
 
 class WorldModel(nn.Module):
-    """The rules are local, and so is the network: everyone's action is painted on its cell, and the
-    3x3 cells around each player say where that player goes (one of 4 neighbours, stay, gone),
+    """The rules are local, and so is the network: who does what in the 3x3 cells around each
+    player, and what is there, says where that player goes (one of 4 neighbours, stay, gone),
     whether the prey on its cell is taken and, for the observer, which payoff is paid. No weight
     belongs to a cell or a seat, so any board size will do. Players cannot jump, split, fade or
     leave where no prey stands, prey cannot appear, and the reward is one that exists."""

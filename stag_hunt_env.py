@@ -498,7 +498,7 @@ class StagHuntEnv:
         return self.observe(self.state), reward, present_before, done
 
     def advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `step`, without the observation"""
+        """As `step`, without the observation and the check: what is no action is STAY"""
         reward, present_before, done = self._advance(actions)
         self._refill(self._uniform(self.deals_per_step))
         return reward, present_before, done

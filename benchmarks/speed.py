@@ -173,24 +173,34 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     return row
 
 
+def run_commands(commands: list[list[str]], busy: bool) -> float:
+    """Side by side. -> seconds until the last one ends; none of them outlives this one"""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = []
+    try:
+        if busy:
+            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        begun = time.perf_counter()
+        runs = [subprocess.Popen(command, **quiet) for command in commands]
+        processes += runs
+        failed = [run.args for run in runs if run.wait()]
+        seconds = time.perf_counter() - begun
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if failed:
+        raise UserError(f"this command fails: {' '.join(failed[0])}")
+    return seconds
+
+
 def measure_command(script: str, flags: str, at_once: int, busy: bool, device) -> dict[str, float]:
     """Whole commands from their start to their end; the slowest counts"""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, str(ROOT / f"{SCRIPTS[script]}.py"), *flags.split()]
         words += ["--device", device.type, "--run-dir"]
-        burner = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
-        begun = time.perf_counter()
-        runs = []
-        for number in range(at_once):
-            command = [*words, f"{folder}/{number}"]
-            runs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        for run in runs:
-            run.wait()
-        seconds = time.perf_counter() - begun
-        if burner is not None:
-            burner.kill()
-        if any(run.returncode for run in runs):
-            raise UserError(f"this command fails: {' '.join(words)}")
+        commands = [[*words, f"{folder}/{number}"] for number in range(at_once)]
+        seconds = run_commands(commands, busy)
         metrics = min(Path(folder).glob("*/*/metrics.jsonl"))
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     ended = [row for row in rows if row["charts/episodic_return"] is not None]  # with games that ended

@@ -97,6 +97,17 @@ def test_each_that_is_missing_has_its_own_row(script):
     assert len(set.union(*one_each)) == len(one_each)
 
 
+@every_script
+def test_a_player_sees_where_on_the_board_it_stands(script):
+    """Alone on each cell in turn, and gone: nothing else tells these boards apart"""
+    torch.manual_seed(0)
+    cells = CONFIG.num_cells
+    board = torch.full((1, cells + 1, CONFIG.num_players + CONFIG.num_prey), cells)
+    board[0, :, 0] = torch.arange(cells + 1)
+    features = script.BoardEncoder(CONFIG, 8)(board, torch.zeros(1, cells + 1, 1))
+    assert len(features[0].unique(dim=0)) == cells + 1
+
+
 @pytest.mark.cuda
 def test_both_ways_agree_on_a_gpu():
     """What they find, and their gradients"""

@@ -166,6 +166,40 @@ def test_a_split_batch_gives_the_same_outputs_and_gradients(network_cases):
             assert any(p is not None and p.any() for p in gradients), name
 
 
+def test_half_precision_where_nobody_learns(network_cases):
+    """--precision bf16: in every network, inside it only; what learns keeps float32 unless it asks"""
+    for name, (make, inputs, method) in network_cases.items():
+        exact = hop.Stacked(make, [11, 12, 13], CPU)
+        half = hop.Stacked(make, [11, 12, 13], CPU, dtype=torch.bfloat16)
+        both = hop.Stacked(make, [11, 12, 13], CPU, torch.bfloat16, torch.bfloat16)
+        expected = leaves(exact(*inputs, method=method))
+        assert all(map(torch.equal, leaves(half(*inputs, method=method)), expected)), name
+        with torch.no_grad():
+            rounded = leaves(half(*inputs, method=method))
+        learning = leaves(both(*inputs, method=method))
+        for x, y, z in zip(expected, rounded, learning, strict=True):
+            assert x.dtype == y.dtype == z.dtype and torch.equal(y, z), name
+            if x.requires_grad:
+                assert not torch.equal(x, y), f"{name} computes in float32"
+                torch.testing.assert_close(x, y, atol=0.05, rtol=0.05, msg=name)
+
+
+def test_actor_and_critic_each_have_half_of_their_layer(network_cases):
+    make, (inputs, legal), _ = network_cases["policy"]
+    policy = hop.Stacked(make, [11, 12, 13], CPU)
+    log_probs, value = policy(inputs, legal)
+    features, goals = policy(inputs, method="features")
+    value_alone = policy(features, goals, method="value")
+    half = policy.params["both.bias"].shape[1] // 2
+    for output, reads, ignores in (
+        (log_probs[..., STAY], slice(half), slice(half, None)),
+        (value, slice(half, None), slice(half)),
+        (value_alone, slice(half, None), slice(half)),
+    ):
+        (gradient,) = torch.autograd.grad(output.sum(), policy.params["both.weight"], retain_graph=True)
+        assert gradient[..., reads].any() and not gradient[..., ignores].any()
+
+
 def test_a_long_batch_is_split_on_a_gpu_where_it_learns(monkeypatch):
     planes = torch.rand(2, 3072, 6, 3, 4, generator=seeded(1))
     stacked, shapes = hop.Stacked(Convolutions, [1, 2], CPU), []

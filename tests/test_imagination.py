@@ -280,6 +280,10 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
         board[:, ::2] = wrong(board[:, ::2])
         return board, reward
 
+    def wrong_where_games_end(board, reward, call):
+        board[:, ::4] = wrong(board[:, ::4])
+        return board, reward
+
     horizon, metrics = measured()
     assert horizon == [4, 4, 4] and metrics["horizon"] == horizon
     for k in range(1, 5):
@@ -303,6 +307,9 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
     horizon, metrics = measured(lambda board, reward, call: (board, reward + 5))
     assert horizon == [0, 0, 0] and metrics["exact_match/4"] == [1, 1, 1] and metrics["payoff_match/1"] == [0, 0, 0]
     assert measured(half_wrong, trust_exact_match=0.0)[0] == [4, 4, 4]
+    horizon, metrics = measured(wrong_where_games_end)
+    assert max(metrics["exact_match/1"]) < 0.9 and metrics["exact_match/4"] == [1, 1, 1]
+    assert horizon == [0, 0, 0], "who is right later was not trusted before"
 
 
 def test_imagination_waits_until_the_world_model_is_good():

@@ -140,6 +140,18 @@ def test_every_metric_is_logged_under_its_name(tmp_path, monkeypatch):
         assert others == {"steps"}
 
 
+def test_the_seconds_before_training_add_up(runs, monkeypatch):
+    times = iter([10.0, 11.0, 14.0])
+    monkeypatch.setattr(game.time, "perf_counter", lambda: next(times))
+    start = game.Stopwatch()
+    start.record("networks")
+    start.record("graphs")
+    assert start.stages == {"imports": game.IMPORT_SECONDS, "networks": 1.0, "graphs": 3.0}
+    for line in lines_of(folders_of(runs["hopplus"][0])[0]):
+        stages = [x for name, x in line.items() if name.startswith("time/start/")]
+        assert len(stages) == 4 and sum(stages) == pytest.approx(line["time/ready"])
+
+
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs, tmp_path):
     run(tmp_path / "again", num_seeds=2, total_timesteps=90)
     run(tmp_path / "other", seed=2, total_timesteps=90)
