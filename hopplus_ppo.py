@@ -1125,14 +1125,14 @@ def perceive(args: Args, env, networks: Networks, infer, board, walls, clock, la
         belief = infer(args, env, networks, views, clock, history, oracle_id)
         goals = belief.goals
     inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
-    said = {
+    output = {
         "inputs": inputs,
         "legal": legal,
         "goals": goals,
         "log_probs": log_probs,
         "value": value,
     }
-    return belief, said
+    return belief, output
 
 
 def told_subgoals(args: Args, games: Games):
@@ -1177,9 +1177,9 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         history = games.history.clone()
         oracle_id = told_subgoals(args, games)
         situation = board, walls, clock, last_joint, history, oracle_id
-        belief, said = perceive(args, env, networks, infer, *situation)
-        values.append(said.pop("value"))
-        log_probs = said["log_probs"]
+        belief, output = perceive(args, env, networks, infer, *situation)
+        values.append(output.pop("value"))
+        log_probs = output["log_probs"]
         if step == num_steps:
             break
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
@@ -1217,7 +1217,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 oracle_id=oracle_id,
             )
         )
-        outputs.append(said)
+        outputs.append(output)
         episodes.append(
             {
                 "done": done,
@@ -1656,13 +1656,13 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     for step in range(args.imagination_horizon + 1):
         clock = time_now / config.final_time
         situation = board, start.walls, clock, last_joint, history, start.oracle_id
-        belief, said = perceive(args, env, networks, infer_opponents, *situation)
-        values.append(said["value"])
+        belief, output = perceive(args, env, networks, infer_opponents, *situation)
+        values.append(output["value"])
         if step == args.imagination_horizon:
             break
         noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
-        action = game.sample(said["log_probs"].exp())
+        action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
         next_board, reward = predict_step(config, networks.world, board, start.walls, joint, start.seat)
         time_now = time_now + 1
@@ -1670,10 +1670,10 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         mask = mask & (step < horizon)[:, None]
         samples.append(
             {
-                "inputs": said["inputs"],
-                "legal": said["legal"],
+                "inputs": output["inputs"],
+                "legal": output["legal"],
                 "action": action,
-                "log_prob": said["log_probs"].gather(2, action[..., None])[..., 0],
+                "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
                 "reward": shape_reward(args, config, reward, board, joint, next_board),
                 "ended": ended,
                 "mask": mask,

@@ -350,7 +350,7 @@ class Args(ExperimentArgs):
 # stands there once -> what stands there instead
 
 PPO_BATCH = "    return {name: x.flatten(1, 2) for name, x in batch.items()}\n"
-IMAGINED_BELIEF = "        belief, said = perceive(args, env, networks, infer_opponents, *situation)\n"
+IMAGINED_BELIEF = "        belief, output = perceive(args, env, networks, infer_opponents, *situation)\n"
 CLIPPED = "    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))\n"
 MASKED = "        return logits.float().masked_fill(~legal, -1e9).log_softmax(2)\n"
 WEIGHT = "    weight = row_weights(windows.done, present[:, : shape[1]])\n"
@@ -370,7 +370,7 @@ WITHOUT_GOALS = """
             belief = infer_opponents(*given)
             return belief._replace(goals=torch.zeros_like(belief.goals))
 
-        belief, said = perceive(args, env, networks, without_goals, *situation)
+        belief, output = perceive(args, env, networks, without_goals, *situation)
 """
 ALL_STEPS = "    weight = row_weights(windows.done, torch.ones_like(present[:, : shape[1]]))\n"
 REWARDED = """    leaves = exited(env.config, with_future.board, with_future.next_board)[:, None, ..., 1:]
