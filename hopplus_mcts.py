@@ -179,20 +179,19 @@ class WorldModelArgs:
 @dataclasses.dataclass
 class ImaginationArgs:
     imagination: bool = True  # learn from imagined rollouts too
-    imagination_horizon: Count = 8  # most steps of an imagined rollout
+    imagination_horizon: Count = 16  # most steps of an imagined rollout
     trust_exact_match: Fraction = 0.99
     """adaptive horizon: k steps are imagined if this share of k-step predictions is exact (0:
     always all)"""
     ppo_real_ratio: Fraction = 0.2
     """share of real samples in PPO's batch, imagined ones after an end or a cut counted too (1:
     plain PPO)"""
-    critic_data: Literal["real", "mixed"] = "real"
+    critic_data: Literal["real", "mixed"] = "mixed"
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: NonNegative = 1.0  # weight of an imagined sample beside a real one
-    imagined_goals: Literal["current", "prior"] = "current"
-    """which subgoals imagined co-players have: those of the replay; prior: in every second rollout
-    those of rule-based games, from which it then starts, so that the policy learns to answer goals
-    that self-play never shows"""
+    watched_starts: Fraction = 0.5
+    """share of the imagined rollouts that start in games of rule-based players and go on with them as
+    co-players: so the policy learns to answer goals that self-play never shows"""
 
 
 @dataclasses.dataclass
@@ -260,7 +259,7 @@ GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 BAYES = ("bayes", "hop")  # those that are stag or hare, by Bayes' rule
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0, "planner": "none"}
 PPO_OMG = {"imagination": False, "planner": "none"}
-SEARCH = {"imagination": False, "total_timesteps": 600_000}
+SEARCH = {"imagination": False, "imagination_horizon": 8, "total_timesteps": 600_000}
 HOP_OURS = {
     **SEARCH,
     "subgoals": "bayes",
@@ -279,8 +278,10 @@ HOP = {
     "ent_coef": 0.0,
     "history_reset_prob": 0.0,
 }
+PPO_ON_GPU = {"num_envs": 1024, "learning_rate": 2e-4, "total_timesteps": 4_000_000}  # else 8x8 may end with hares
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
 PPO_ON_CPU = {**ON_CPU, "total_timesteps": 350_000, "update_epochs": 3}
+PPO_LARGE_ON_CPU = {"num_envs": 1024, "learning_rate": 2e-4, "total_timesteps": 2_500_000}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
@@ -288,10 +289,15 @@ MODELS_ON_CPU = {
     "wm_batch_size": 256,
     "pretraining_updates": 200,
     "pretraining_games": 64,
-    "imagination_horizon": 5,
-    "ppo_real_ratio": 0.6,
     "num_simulations": 8,
     "num_trees": 1,
+}
+IMAGINATION_ON_CPU = {  # few games, much imagined
+    "num_envs": 64,
+    "total_timesteps": 100_000,
+    "learning_rate": 2e-3,
+    "num_minibatches": 16,
+    "watched_starts": 0.75,
 }
 SEARCH_ON_CPU = {
     **ON_CPU,
@@ -299,11 +305,10 @@ SEARCH_ON_CPU = {
     "num_envs": 64,
     "total_timesteps": 40_000,
     "subgoal_updates": 2,
-    "imagination_horizon": 8,
 }
 DEFAULTS = {  # what differs from the class defaults
-    ("ppo", "cuda"): {**PPO, "learning_rate": 5e-4},  # larger steps often end with hares
-    ("ppo-omg", "cuda"): {**PPO_OMG, "learning_rate": 5e-4},
+    ("ppo", "cuda"): {**PPO, **PPO_ON_GPU},
+    ("ppo-omg", "cuda"): {**PPO_OMG, **PPO_ON_GPU},
     ("hopplus", "cuda"): {"planner": "none"},
     ("hopplus-mcts", "cuda"): SEARCH,
     ("hop-ours", "cuda"): HOP_OURS,
@@ -313,13 +318,17 @@ DEFAULTS = {  # what differs from the class defaults
     ("hopplus", "cpu"): {
         **ON_CPU,
         **MODELS_ON_CPU,
-        "num_envs": 128,
-        "total_timesteps": 150_000,
+        **IMAGINATION_ON_CPU,
         "planner": "none",
     },
     ("hopplus-mcts", "cpu"): {**SEARCH, **SEARCH_ON_CPU},
     ("hop-ours", "cpu"): {**HOP_OURS, **SEARCH_ON_CPU, "num_trees": 5},
     ("hop", "cpu"): {**HOP, **SEARCH_ON_CPU, "num_trees": 5, "pretraining_updates": 0},
+}
+LARGE_BOARD = {  # and where there are more than 16 cells
+    ("ppo", "cpu"): PPO_LARGE_ON_CPU,
+    ("ppo-omg", "cpu"): PPO_LARGE_ON_CPU,
+    ("hopplus", "cpu"): {"total_timesteps": 300_000},
 }
 METHODS = tuple(method for method, device in DEFAULTS if device == "cpu")
 
@@ -331,7 +340,11 @@ def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> 
         saved = game.load_checkpoint(path, FORMAT, KEYS)["args"]
         return load_args(path, saved, device=device, **changes)
     refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
-    defaults = DEFAULTS[method, game.resolve_device(device).type]
+    kind = game.resolve_device(device).type
+    config = changes.get("config", StagHuntConfig())
+    defaults = DEFAULTS[method, kind]
+    if config.num_cells > 16:
+        defaults = defaults | LARGE_BOARD.get((method, kind), {})
     return Args(**{"method": method, "device": device, **defaults, **changes})
 
 
@@ -346,8 +359,9 @@ def load_args(path: str | Path, saved: dict, **changes) -> Args:
 
 
 def parse_args(words: list[str]) -> Args:
-    early = game.early_flags(words, method="hopplus-mcts", device="auto", resume=None)
-    return game.parse(Args, GROUPS, make_args(**early), words)
+    early = game.early_flags(words, method="hopplus-mcts", device="auto", resume=None, height="4", width="4")
+    config = game.early_board(early.pop("height"), early.pop("width"))
+    return game.parse(Args, GROUPS, make_args(config=config, **early), words)
 
 
 def needs_models(args: Args) -> bool:
@@ -366,8 +380,6 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
-    no_memory = args.unsteady > 0 and history_decay(args) == 0
-    refuse(no_memory, "--unsteady needs a memory that outlasts a game: --memory-discount > 0, not --redraw game")
     kinds = len(game.population_names(args.population))
     table = game.seats_table(args.seats, config.num_players)
     refuse("learner" not in table, f"--seats {args.seats}: nobody learns")
@@ -395,8 +407,6 @@ def validate(args: Args) -> StagHuntConfig:
         refuse(only_imagined, "--ppo-real-ratio 0 needs --critic-data mixed")
         too_far = args.imagination_horizon > args.num_steps
         refuse(too_far, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-        no_games = args.imagined_goals == "prior" and args.offline_ratio == 0
-        refuse(no_games, "--imagined-goals prior needs rule-based games: --offline-ratio > 0")
     unseen = needs_world_model(args) and config.prosocial
     instead = "--no-imagination, --search-model env"
     refuse(unseen, f"--prosocial rewards depend on more than the world model sees: {instead}")
@@ -1603,9 +1613,9 @@ class Replay:
 class Games:
     """Games under way of M learners, E each, and the last rollouts of them. tables: who sits where,
     N names for each block of --num-envs games. watch: rule-based players play, the learners look
-    on."""
+    on; teams: every second time a team of one kind."""
 
-    def __init__(self, args: Args, tables: list[list[str]], device, watch: bool = False):
+    def __init__(self, args: Args, tables: list[list[str]], device, watch: bool = False, teams: bool = False):
         config = args.config
         decay = history_decay(args)
         redraw = args.redraw
@@ -1623,6 +1633,7 @@ class Games:
             redraw=redraw,
             remember=decay > 0,
             watch=watch,
+            teams=teams,
             reset_prob=args.history_reset_prob if resets else 0.0,
             unsteady=args.unsteady if decay else 0.0,
         )
@@ -2778,7 +2789,7 @@ def make_train_state(args: Args, tables: list[list[str]], seeds: list[int], devi
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             seed_everything(seeds, rank, stream=1)
             half = dataclasses.replace(args, num_envs=math.ceil(args.num_envs / 2))
-            watched = Games(half, tables, device, watch=True)
+            watched = Games(half, tables, device, watch=True, teams=True)
         watched.env.generator = games.env.generator  # a CUDA graph knows of one
     return TrainState(
         args=args,
@@ -2900,12 +2911,11 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     samples_wanted = real_samples * (1 - real_ratio) / real_ratio
     num_windows = math.ceil(samples_wanted / args.imagination_horizon / args.num_steps)
     num_windows = max(num_windows, 1)
-    offline_share = 0.0
-    if args.imagined_goals == "prior":
-        offline_share = 0.5
+    offline = None
+    if state.watched is not None:
+        offline = state.watched.replay
         num_windows = max(num_windows, 2)  # one of each kind
-    offline = state.watched.replay if state.watched is not None else None
-    windows = sample_replays(state.games.replay, offline, offline_share, num_windows, window=1)
+    windows = sample_replays(state.games.replay, offline, args.watched_starts, num_windows, window=1)
     start = replayed_states(args, env, state.networks, windows)
     start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
     mask = learner_mask(env.config, start.board)
@@ -3085,8 +3095,6 @@ def main(args: Args) -> dict[str, float]:
     start.record("networks")
     learners = state.games.seats.num_learners
     say(f"{config.setting}, {args.method}, {learners} learner(s), on {num_ranks} x {device.type}")
-    if device.type == "cpu" and config.num_cells > 16 and args.total_timesteps < 500_000:
-        say("a board larger than 4x4 takes more steps than these: --total-timesteps")
     steps_each = args.num_envs * args.num_steps
     num_iterations = total_steps(args) // steps_each
     step = iteration * steps_each
@@ -3162,6 +3170,8 @@ def main(args: Args) -> dict[str, float]:
             mean_return = np.mean([row["charts/episodic_return"] for row in rows])
             stag_share = np.mean([row["charts/stag_share"] for row in rows])
             shown = f"return {mean_return:.3f}, stag share {stag_share:.2f}"
+            if math.isnan(mean_return):
+                shown = "no game has ended yet"
             bar.set_postfix_str(shown, refresh=False)
             bar.update(step - bar.n)
             if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:

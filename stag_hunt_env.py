@@ -701,7 +701,7 @@ class SeatFlags:
     seats: str | None = None  # who sits where: learner, mixed, a player or a stranger (None: learners everywhere)
     population: str = ",".join(POPULATION)  # the players that mixed seats, pretraining and the exact posterior know
     redraw: str = "game"  # when a mixed seat gets a new player: after each game, never, or with this probability
-    unsteady: Fraction = 0.0
+    unsteady: Fraction = 0.35
     """share of the places whose mixed seats get a new player after each game whatever --redraw says,
     while the others' memory goes on: so a learner learns that somebody may not be who it was"""
 
@@ -746,6 +746,7 @@ class Seats:
     `tables` names the N players of each block. The M learners are numbered block by block, seat by
     seat; with `share_parameters` those of a block are one learner with more games. `remember`: the
     posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all seats.
+    `teams`: in every second game those drawn are of one kind, all but one (`_make_teams`).
     `reset_prob`: how often a game's end also resets what is remembered in it. `unsteady`: share of
     the games of a block, the first ones, in which mixed seats are redrawn after each game; the
     posterior expects as many, and infers it. `kinds` int64 [B, N]: LEARNER, or a number in `names`,
@@ -760,6 +761,7 @@ class Seats:
         redraw: str | float = "game",
         remember: bool = False,
         watch: bool = False,
+        teams: bool = False,
         reset_prob: float = 0.0,
         unsteady: float = 0.0,
     ):
@@ -778,10 +780,13 @@ class Seats:
         self._name_players(seated)
         table_kinds = [[self._kind[name] for name in table] for table in seated]
         kinds = torch.tensor(table_kinds, device=env.device).repeat_interleave(self.num_envs, 0)  # [B, N]
+        number = torch.arange(env.num_envs, device=env.device) % self.num_envs
+        self._team = ((number % 2 == 1) & teams)[:, None]
+        seat = torch.arange(players, device=env.device)
+        self._onlooker = seat == (number // 2 % players)[:, None]
         self._draw_players(kinds)
         mixed = kinds == MIXED
         self._steady_prob = mixed * redraw_prob(redraw)  # [B, N] of a new player after a game
-        number = torch.arange(env.num_envs, device=env.device) % self.num_envs
         changes = number < round(unsteady * self.num_envs)
         self._redraw_prob = torch.where(mixed & changes[:, None], 1.0, self._steady_prob)
         self._start_posterior(remember, unsteady)
@@ -824,13 +829,22 @@ class Seats:
         # Dealt evenly: with players that stay, luck would else outweigh what is to be measured.
         order = torch.rand(self.num_blocks, self.num_envs, players, device=device).argsort(1)
         first = torch.randint(count, (self.num_blocks, 1, players), device=device)
-        drawn = (order + first).flatten(0, 1) % count  # [B, N]
+        drawn = self._make_teams((order + first).flatten(0, 1) % count)  # [B, N]
         self.kinds = torch.where(kinds == MIXED, drawn, kinds)
         self._switching = kinds == SWITCHING
         if self._switches:
             hunts_stag = torch.rand(kinds.shape, device=device) < 0.5
             hunter = torch.where(hunts_stag, self._kind["nearest_stag"], self._kind["nearest_hare"])
             self.kinds = torch.where(self._switching, hunter, self.kinds)
+
+    def _make_teams(self, drawn):
+        """kinds [B, N] -> the same; in teams all are like the first. Else three hare hunters would be
+        rare. But one, another in each game, plays at random, if the population does: it is still there
+        when the others have left, and so sees what is left for it."""
+        team = drawn[:, :1].expand_as(drawn)
+        if "random" in self.population:
+            team = torch.where(self._onlooker, self._kind["random"], team)
+        return torch.where(self._team, team, drawn)
 
     def settle(self) -> None:
         """From now on players stay as --redraw says everywhere; the posterior does not know"""
@@ -945,7 +959,7 @@ class Seats:
     def _redraw_players(self, ended):
         uniform = torch.rand(self.kinds.shape, device=ended.device)
         redrawn = ended & (uniform < self._redraw_prob)
-        drawn = torch.randint_like(self.kinds, len(self.population))
+        drawn = self._make_teams(torch.randint_like(self.kinds, len(self.population)))
         kinds = torch.where(redrawn, drawn, self.kinds)
         if self._switches:
             both = self._kind["nearest_stag"] + self._kind["nearest_hare"]
@@ -1364,6 +1378,13 @@ def early_flags(words: list[str], **defaults: str) -> dict[str, str]:
         parser.add_argument(*spellings, dest=name, default=default, nargs="?", const=default)
     known, _ = parser.parse_known_args(words)
     return vars(known)
+
+
+def early_board(height: str, width: str) -> StagHuntConfig:
+    """The board of two early flags; a wrong one is left for `parse` to refuse"""
+    with contextlib.suppress(ValueError):
+        return StagHuntConfig(height=int(height), width=int(width))
+    return StagHuntConfig()
 
 
 def parse(args_type: type, groups: dict[str, type], default, words: list[str]):

@@ -267,7 +267,7 @@ HOSTLESS = [
     ("hopplus", {}),
     ("hopplus", {"seats": "learner,mixed,switching"}),
     ("hopplus", {"subgoals": "actions"}),
-    ("hopplus", {"imagined_goals": "prior", "precision": "bf16"}),
+    ("hopplus", {"watched_starts": 0.5, "precision": "bf16"}),
 ]
 
 

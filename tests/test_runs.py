@@ -124,7 +124,7 @@ def test_what_a_run_leaves_behind(method, runs):
         both = [lines_of(f)[2][name] for f in folders]
         assert final[name] == pytest.approx(sum(both) / 2)
     rates = [line["charts/learning_rate"] for line in lines_of(first)]
-    assert rates == pytest.approx([1e-3, 0.7e-3, 0.4e-3])
+    assert rates == pytest.approx([x * args.learning_rate for x in (1, 0.7, 0.4)])
 
 
 def test_every_metric_is_logged_under_its_name(tmp_path, monkeypatch):
@@ -569,7 +569,7 @@ def test_defaults_follow_method_and_device(monkeypatch):
     monkeypatch.setattr(hop.game, "resolve_device", lambda device: torch.device("cpu" if device == "auto" else device))
     gpu, cpu, ppo = hop.make_args("hopplus", "cuda"), hop.make_args("hopplus", "cpu"), hop.make_args("ppo", "cpu")
     assert gpu == hop.Args(device="cuda") and hop.make_args() == dataclasses.replace(cpu, device="auto")
-    assert (gpu.num_envs, cpu.num_envs, ppo.num_envs) == (256, 128, 256) and cpu.log_every == 1
+    assert (gpu.num_envs, cpu.num_envs, ppo.num_envs) == (256, 64, 256) and cpu.log_every == 1
     assert (ppo.subgoals, ppo.imagination, ppo.memory_discount) == ("none", False, 0)
     omg = hop.make_args("ppo-omg", "cpu")
     assert (omg.subgoals, omg.imagination, omg.memory_discount) == ("inferred", False, 0.9)
@@ -577,11 +577,23 @@ def test_defaults_follow_method_and_device(monkeypatch):
     assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
     assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
     words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --strengths 1 2 3 4 --seed 5"
-    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5}
+    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5, "total_timesteps": 300_000}
     expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8, strengths=(1.0, 2.0, 3.0, 4.0))
     assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
     with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
         hop.make_args("dqn")
+
+
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
+def test_a_large_board_takes_more_steps_on_a_cpu(method):
+    small = hop.parse_args(["--method", method, "--device", "cpu", "--height", "2", "--width", "8"])
+    large = hop.parse_args(["--method", method, "--device", "cpu", "--height", "5", "--width", "4"])
+    assert small.total_timesteps == hop.make_args(method, "cpu").total_timesteps
+    assert large.total_timesteps == hop.LARGE_BOARD[method, "cpu"]["total_timesteps"] > 2 * small.total_timesteps
+    words = ["--method", method, "--device", "cpu", "--height", "8", "--width", "8", "--total-timesteps", "7"]
+    assert hop.parse_args(words).total_timesteps == 7
+    with pytest.raises(SystemExit):  # as any other flag
+        hop.parse_args(["--height", "many"])
 
 
 def test_the_table_of_defaults_is_whole_and_says_nothing_twice():
@@ -647,7 +659,7 @@ BAD_FLAGS = [
     ("--history-reset-prob 1.5", "--history-reset-prob must be 0 to 1"),
     ("--subgoal-updates -1", "--subgoal-updates must be >= 0"),
     ("--ppo-real-ratio 2", "--ppo-real-ratio must be 0 to 1"),
-    ("--ppo-real-ratio 0", "--ppo-real-ratio 0 needs --critic-data mixed"),
+    ("--ppo-real-ratio 0 --critic-data real", "--ppo-real-ratio 0 needs --critic-data mixed"),
     ("--num-minibatches 9999", "--num-minibatches exceeds"),
     ("--imagination-horizon 33", "--imagination-horizon is measured on --num-steps 32"),
     ("--seats random,random,random,random", "nobody learns"),
@@ -656,8 +668,6 @@ BAD_FLAGS = [
     ("--population random,me", "--population: unknown player 'me'"),
     ("--population random,random", "--population names a player twice"),
     ("--redraw sometimes", "--redraw must be game, never or a probability"),
-    ("--unsteady 0.25 --seats learner,mixed,mixed,mixed", "--unsteady needs a memory that outlasts a game"),
-    ("--unsteady 0.25 --method ppo", "--unsteady needs a memory that outlasts a game"),
     ("--unsteady 1.5", "--unsteady must be"),
     ("--subgoals oracle --goal-dim 3", "--subgoals oracle needs --goal-dim > 3"),
     ("--goal-kind discrete --goal-dim 1", "--goal-kind discrete needs --goal-dim 2"),
@@ -868,5 +878,5 @@ def test_few_imagined_games_are_of_both_kinds_too(tmp_path, monkeypatch):
         return sample_replays(replay, offline, ratio, count, window)
 
     monkeypatch.setattr(hop, "sample_replays", watched)
-    run(tmp_path, imagined_goals="prior", ppo_real_ratio=0.95, total_timesteps=32)
+    run(tmp_path, watched_starts=0.5, ppo_real_ratio=0.95, total_timesteps=32)
     assert (0.5, 2, 1) in drawn

@@ -1375,6 +1375,7 @@ NO_MODELS = {"wm_updates": 0, "subgoal_updates": 0}  # are trained
 
 def test_imagined_samples_are_never_distilled(monkeypatch):
     state = make_state(imagination=True, ppo_real_ratio=0.2, **NO_MODELS)
+    hop.watch_rule_based(state)
     ppo_update = hop.ppo_update
     batches = []
 
@@ -1502,7 +1503,7 @@ VARIANTS = {
         "imagination": True,
         "policy_loss": "ppo",
         "ppo_real_ratio": 0.5,
-        "imagined_goals": "prior",
+        "watched_starts": 0.5,
     },
     "hop": {
         "method": "hop",
@@ -1610,7 +1611,6 @@ REFUSED = [
     ({"method": "hop", "goal_dim": 3}, "--subgoals hop needs --goal-kind discrete --goal-dim 2"),
     ({"num_simulations": 10**9}, "too large for the memory: .* --num-trees, --num-simulations"),
     ({"num_trees": 10**9}, "too large for the memory: .* --num-trees, --num-simulations"),
-    ({"imagination": True, "imagined_goals": "prior", "offline_ratio": 0.0}, "needs rule-based games"),
     ({"num_trees": 0}, "--num-trees must be >= 1"),
     ({"q_temperature": 0.0}, "--q-temperature must be > 0"),
     ({"config": dataclasses.replace(CONFIG, prosocial=True)}, "--prosocial .* --search-model env"),
@@ -1627,7 +1627,7 @@ def test_refused_before_anything_is_written(changes, words, tmp_path):
 
 
 def test_flags_of_imagination_do_not_matter_to_those_who_do_not_imagine():
-    hop.validate(make_args(ppo_real_ratio=0.0, imagination_horizon=10**6, imagined_goals="prior", offline_ratio=0.0))
+    hop.validate(make_args(ppo_real_ratio=0.0, imagination_horizon=10**6))
 
 
 FUSED_WAYS = {
@@ -1651,7 +1651,9 @@ def test_fused_functions_are_looked_up_when_they_are_called(monkeypatch):
     for function in hop.FUSED:
         monkeypatch.setattr(hop, function.__name__, counted(function))
     for changes in FUSED_WAYS.values():
-        hop.train_iteration(make_state(**NO_MODELS, **changes))
+        state = make_state(**NO_MODELS, **changes)
+        hop.watch_rule_based(state)
+        hop.train_iteration(state)
     assert called == {function.__name__ for function in hop.FUSED}
     functions = [x for x in vars(hop).values() if inspect.isfunction(x)]
     defaults = [default for function in functions for default in function.__defaults__ or ()]

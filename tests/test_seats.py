@@ -431,7 +431,8 @@ def play_games(env, seats, steps):
     happened = []
     for _ in range(steps):
         kinds = seats.kinds.clone()
-        probs = seats.action_probs(env.state, torch.full((seats.num_learners, seats.num_envs, 7), 1 / 7))
+        even = torch.full((seats.num_learners, seats.num_envs, 7), 1 / 7)
+        probs = seats.action_probs(env.state, None if seats.watch else even)
         table = seats._table[:, :, : len(seats.population)].clone()
         actions = sample(probs)
         _, present, done = env.advance(actions)
@@ -494,3 +495,28 @@ def test_without_unsteady_places_nothing_changes():
         play_games(env, seats, 30)
         runs.append((seats.kinds, seats.posterior()))
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("population", ["random,nearest_stag,nearest_hare", "first_stag,last_stag"])
+def test_every_second_game_has_a_team_of_one_kind_that_one_looks_on_at_random(population):
+    tables = [["learner"] * 3] * 2
+    options = {"population": population, "redraw": "never", "remember": True, "unsteady": 0.5}
+    env, seats = make(tables, games=48, watch=True, teams=True, **options)
+    number = torch.arange(96) % 48
+    in_team = number % 2 == 1
+    onlooker = torch.nn.functional.one_hot(number // 2 % 3, 3).bool()
+    seen = []
+    for kinds, *_ in play_games(env, seats, 80):
+        others = kinds.clone()
+        if "random" in population:
+            assert (kinds[in_team][onlooker[in_team]] == seats.names.index("random")).all()
+            others = others.masked_fill(onlooker, -1)
+        highest = others.amax(1, keepdim=True)
+        assert ((others == highest) | (others < 0))[in_team].all(), "all of one kind"
+        seen.append(kinds)
+    seen = torch.stack(seen)
+    assert seen[:, in_team].flatten().unique().tolist() == list(range(len(seats.population))), "of any kind"
+    steady = number >= 24
+    assert (seen[:, steady] == seen[0, steady]).all()
+    assert not (seen[:, ~steady & in_team] == seen[0, ~steady & in_team]).all(), "a new team after a game"
+    assert len(seen[:, ~in_team].flatten(0, 1).unique(dim=0)) == len(seats.population) ** 3, "the others: anybody"

@@ -66,14 +66,14 @@ MODELS = {
 }
 IMAGINATION = {
     **{"wm_hidden": 8, "wm_learning_rate": 0.01, "wm_updates": 0, "wm_batch_size": 8, "imagination": False},
-    **{"imagination_horizon": 1, "trust_exact_match": 1.0, "ppo_real_ratio": 0.8, "critic_data": "mixed"},
+    **{"imagination_horizon": 1, "trust_exact_match": 1.0, "ppo_real_ratio": 0.8, "critic_data": "real"},
     **{"imagined_weight": 0.2},
 }
 DRAWN = {"population": "random", "redraw": "never"}  # for mixed seats
 ELSEWHERE = {  # tests of whole runs, of the preparation, of a GPU
     *("exp_name", "method", "seed", "num_seeds", "total_timesteps", "device", "run_dir", "resume", "log_every"),
     *("save_seconds", "anneal_lr", "hindsight_eps", "vae_checkpoint", "world_model_checkpoint"),
-    *("pretraining_updates", "pretraining_games", "offline_ratio", "replay_rollouts", "imagined_goals"),
+    *("pretraining_updates", "pretraining_games", "offline_ratio", "replay_rollouts", "watched_starts"),
     *("cudagraphs", "compile", "precision"),
 }
 CASES = [("ppo", {}, name, value) for name, value in PPO.items()]
