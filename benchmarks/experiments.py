@@ -1,12 +1,12 @@
 """Runs the experiments that answer the project's questions on one GPU, and draws their figures.
 
     python benchmarks/experiments.py --list
-    python benchmarks/experiments.py --section stays-8x8 --parallel 6        # a step of the ladder
-    python benchmarks/experiments.py --section others --parallel 5           # learners that others meet in 7 and 8
+    python benchmarks/experiments.py --section stays-8x8 --parallel 6     # a step of the ladder
+    python benchmarks/experiments.py --section others --parallel 5    # learners to be met in 7 and 8
     python benchmarks/experiments.py --section 7 8 --parallel 4
-    python benchmarks/experiments.py --section worst                         # the worst case in 7 and 8
-    python benchmarks/experiments.py --draw                          # only the tables and figures, from docs/data
-    python benchmarks/experiments.py --patched one_player -- --method ppo     # hopplus_ppo.py with a mistake in it
+    python benchmarks/experiments.py --section worst     # the worst case in 7 and 8
+    python benchmarks/experiments.py --draw        # only tables and figures, from docs/data
+    python benchmarks/experiments.py --patched one_player -- --method ppo     # with a mistake
     python benchmarks/experiments.py --patched moa_of_player_1 --script hopplus_mcts.py -- --num-seeds 5
 
 A run that is finished is not made again (its folder in --run-dir has a file `finished`), and one that was cut off goes
@@ -77,7 +77,7 @@ PPO = "hopplus_ppo.py"
 MCTS = "hopplus_mcts.py"
 GRU = "benchmarks/baselines/ppo_gru.py"
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # Runs
 
 
@@ -109,26 +109,29 @@ class Section(NamedTuple):
 
 TEST_SEEDS = "--seed 11 --num-seeds 5"
 BOARDS = {"4x4": "", "8x8": "--height 8 --width 8"}
-MIXED = "--seats learner,mixed,mixed,mixed"  # the policy itself trains with the players that models watch
-MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare"  # the GRU's default is the ladder's population
+# The policy itself trains with the players that models watch. The GRU's default population is the ladder's.
+MIXED = "--seats learner,mixed,mixed,mixed"
+MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare"
+PPO4 = "--learning-rate 1e-3 --method ppo"
+PPO8 = "--learning-rate 3e-4 --method ppo"
 METHODS = {
     "4x4": {
-        "PPO": Method(PPO, 1024, 5_000_000, "--method ppo --learning-rate 1e-3"),
-        "PPO, mixed": Method(PPO, 1024, 5_000_000, f"--method ppo --learning-rate 1e-3 {MIXED}"),
+        "PPO": Method(PPO, 1024, 5_000_000, PPO4),
+        "PPO, mixed": Method(PPO, 1024, 5_000_000, f"{PPO4} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 5_000_000, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 5_000_000, f"--method ppo-omg --learning-rate 1e-3 {MIXED}"),
+        "+ subgoals, mixed": Method(PPO, 1024, 5_000_000, f"--learning-rate 1e-3 --method ppo-omg {MIXED}"),
         "HOP+": Method(PPO, 256, 5_000_000),
     },
     "8x8": {
-        "PPO": Method(PPO, 1024, 13_107_200, "--method ppo --learning-rate 3e-4"),
-        "PPO, mixed": Method(PPO, 1024, 13_107_200, f"--method ppo --learning-rate 3e-4 {MIXED}"),
+        "PPO": Method(PPO, 1024, 13_107_200, PPO8),
+        "PPO, mixed": Method(PPO, 1024, 13_107_200, f"{PPO8} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 13_107_200, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 13_107_200, f"--method ppo-omg --learning-rate 3e-4 {MIXED}"),
+        "+ subgoals, mixed": Method(PPO, 1024, 13_107_200, f"--learning-rate 3e-4 --method ppo-omg {MIXED}"),
         "HOP+": Method(PPO, 256, 6_553_600),
     },
 }
 SELF_PLAY = ("PPO", "HOP+")
-# Learners that those of METHODS meet. Other seeds; beside hare hunters one learns to hunt hares; one has just begun.
+# Learners that those of METHODS meet. One learned beside hare hunters to hunt hares, one has just begun.
 OTHER_SEEDS = "--seed 31 --num-seeds 5"
 WITH_HARE_HUNTERS = "--seats learner,nearest_hare,nearest_hare,nearest_hare"
 OTHERS = {
@@ -136,14 +139,14 @@ OTHERS = {
         "PPO": METHODS["4x4"]["PPO"],
         "HOP+": METHODS["4x4"]["HOP+"],
         "hares": Method(PPO, 1024, 1_000_000, f"--method ppo {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 500_000, "--method ppo --learning-rate 1e-3"),
+        "early": Method(PPO, 1024, 500_000, PPO4),
         "GRU": METHODS["4x4"]["GRU, mixed"],
     },
     "8x8": {
         "PPO": METHODS["8x8"]["PPO"],
         "HOP+": METHODS["8x8"]["HOP+"],
         "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 1_200_000, "--method ppo --learning-rate 3e-4"),
+        "early": Method(PPO, 1024, 1_200_000, PPO8),
         "GRU": METHODS["8x8"]["GRU, mixed"],
     },
 }
@@ -206,7 +209,8 @@ OTHER_RUNS = {label_of(name, board): run for board in BOARDS for name, run in ot
 
 # ---- The ladder: one learner, whose partner is one of three; the others hunt hares
 
-LADDER = f"{TEST_SEEDS} --num-envs 1024 --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"  # flags of every arm
+# Flags of every arm
+LADDER = f"{TEST_SEEDS} --num-envs 1024 --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"
 ARMS = {  # what the policy may know: script and flags
     "none": (PPO, "--method ppo"),
     "actions": (PPO, "--method ppo-omg --subgoals actions"),
@@ -329,6 +333,7 @@ SEEDS5 = "--num-seeds 5 --log-every 2"
 SEEDS8 = "--num-seeds 8 --log-every 2"
 SHORT = f"{SEEDS5} --total-timesteps 300000"
 BRIEF = f"{SEEDS5} --total-timesteps 150000"
+SUBGOALS = f"{SHORT} --method ppo-omg"
 CALM = f"{SHORT} --learning-rate 5e-4"  # with which real samples alone learn to hunt the stag, too
 FOR_ACTOR = f"{CALM} --critic-data real"
 UNCHECKED = "--trust-exact-match 0"
@@ -339,6 +344,7 @@ SEARCH = f"{SEEDS5} --total-timesteps 120000"
 SEARCH_LONG = f"{SEEDS5} --total-timesteps 400000"
 UNTRAINED = f"{SEEDS8} --total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 100000 --num-envs 64"
+PPO_FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo"
 TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
 ABLATED = method_flags(METHODS["4x4"]["HOP+"], "4x4", TEST_SEEDS)
 SEARCHES = {
@@ -384,8 +390,13 @@ SECTIONS = {
     ),
     "3": Section(
         "VAE: reconstruction or action loss?",
-        {loss: Run(f"{SHORT} --method ppo-omg", then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
-        [("bars", "before/probe_accuracy"), ("bars", "before/top1"), ("bars", "return"), ("adaptation", "standard")],
+        {loss: Run(SUBGOALS, then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
+        [
+            ("bars", "before/probe_accuracy"),
+            ("bars", "before/top1"),
+            ("bars", "return"),
+            ("adaptation", "standard"),
+        ],
     ),
     "4": Section(
         "Can the world model be trusted?",
@@ -398,7 +409,12 @@ SECTIONS = {
             ),
             "structured": Run(INSIDE, before=world("")),
         },
-        [("bars", "before/exact_match/1"), ("bars", "before/exact_match/20"), ("bars", "return"), ("curves", "return")],
+        [
+            ("bars", "before/exact_match/1"),
+            ("bars", "before/exact_match/20"),
+            ("bars", "return"),
+            ("curves", "return"),
+        ],
     ),
     "5": Section(
         "Why did MOA collapse?",
@@ -443,7 +459,7 @@ SECTIONS = {
             **SEARCHES,
             "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0 --unsteady 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
-            "PPO, few steps": Run(f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo"),
+            "PPO, few steps": Run(PPO_FEW),
             "HOP+, few steps": Run(FEW),
             "few, discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 8"),
             "few, D = 8": Run(f"{FEW} --goal-dim 8"),
@@ -508,7 +524,7 @@ class Args(ExperimentArgs):
     words: tuple[str, ...] = ()  # after --: flags of --script
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # Mistakes, and what the world model is compared with, as edits of the text of hopplus_ppo.py or hopplus_mcts.py: what
 # stands there once -> what stands there instead
 
@@ -606,7 +622,7 @@ def patched_script(script: str, patches: dict[str, dict[str, str]]) -> ModuleTyp
     return module
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # Running
 
 
@@ -629,7 +645,8 @@ def named_others(args: Args, board: str) -> list[str]:
         folder = folder_of(args, run)
         paths = checkpoints_in(folder)
         missing = not paths or not (folder / "finished").exists()
-        refuse(missing, f"{folder}: {label_of(name, board)} of --section others is not finished or has no checkpoint")
+        label = label_of(name, board)
+        refuse(missing, f"{folder}: {label} of --section others is not finished or has no checkpoint")
         words.append(f"{name}={paths[0]}")
     return words
 
@@ -709,12 +726,14 @@ def make_all(args: Args, runs: list[Run]) -> None:
             state = "done"
             error = job.exception()
             if error is not None:
-                state = f"FAILED, {error}" if isinstance(error, UserError) else "FAILED, see its logs"
+                reason = error if isinstance(error, UserError) else "see its logs"
+                state = f"FAILED, {reason}"
+            seconds = f"{time.time() - begun:.0f} s"
             name = folder_of(args, jobs[job]).name
-            print(f"{time.time() - begun:.0f} s, {count} of {len(jobs)}: {state}: {name}", flush=True)
+            print(f"{seconds}, {count} of {len(jobs)}: {state}: {name}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # docs/data, from the folders of the runs
 
 
@@ -783,21 +802,22 @@ def curve_of(lines: list[dict]) -> list[dict]:
 
 def tables_of(folder: Path, run: Run, adaptation_sets: list[str]) -> dict[str, list[dict]]:
     """name of a table -> its rows of one run"""
-    names = ("", "_curves", "_adaptation", "_adaptation_repetitions", "_adaptation_curves", "_cross_play", "_together")
-    tables = {name: [] for name in names}
+    adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
+    tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_cross_play", "_together")}
     before = figures_before(folder)
     device = device_of((folder / "train.log").read_text())
     for seed, path in enumerate(sorted(glob.glob(f"{folder}/*/metrics.jsonl"))):
         lines = read_lines(Path(path))
         if not lines:
             continue
-        row = {"seed": seed, "device": device, "flags": f"{run.script} {run.flags}", **summary_of(lines)}
+        flags = f"{run.script} {run.flags}"
+        row = {"seed": seed, "device": device, "flags": flags, **summary_of(lines)}
         if before:
             row |= {f"before/{key}": value for key, value in before[seed].items()}
         tables[""].append(row)
         tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines)]
-    ends = {"_adaptation": "", "_adaptation_repetitions": "_repetitions", "_adaptation_curves": "_curve"}
-    for sets, (name, end) in itertools.product(adaptation_sets, ends.items()):
+    ends = ("", "_repetitions", "_curve")
+    for sets, (name, end) in itertools.product(adaptation_sets, zip(adaptation_tables, ends, strict=True)):
         for path in folder.glob(f"*/adaptation_{sets}{end}.csv"):
             tables[name] += [{"sets": sets, **row} for row in read_csv(path)]
     for row in tables["_adaptation_curves"]:
@@ -808,7 +828,8 @@ def tables_of(folder: Path, run: Run, adaptation_sets: list[str]) -> dict[str, l
     for path in folder.glob("*/cross_play.csv"):
         for focal, row in enumerate(read_csv(path)):
             _, *returns = row.values()
-            tables["_cross_play"] += [{"focal": focal, "others": k, "return": x} for k, x in enumerate(returns)]
+            for others, value in enumerate(returns):
+                tables["_cross_play"].append({"focal": focal, "others": others, "return": value})
     return tables
 
 
@@ -826,7 +847,8 @@ def collect(args: Args, number: str) -> None:
             tables.setdefault(name, []).extend({"run": label, **row} for row in rows)
     for name, rows in tables.items():
         fresh = {row["run"] for row in rows}
-        elsewhere = [row for row in read(args, number, name) if row["run"] not in fresh]  # what ran elsewhere stays
+        # What ran elsewhere stays.
+        elsewhere = [row for row in read(args, number, name) if row["run"] not in fresh]
         rows = [row for row in rows + elsewhere if row["run"] in labels]
         rows.sort(key=lambda row: labels.index(row["run"]))
         if rows:
@@ -842,7 +864,7 @@ def write(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # Tables and figures, from docs/data alone
 
 
@@ -1023,9 +1045,9 @@ def adaptation(axis, scores: dict[str, dict[str, float]], _: str) -> None:
     players = list(dict.fromkeys(p for row in scores.values() for p in row))
     table = np.array([[row.get(p, np.nan) for p in players] for row in scores.values()])
     heat_map(axis, table, 0, 1)
-    axis.set(xticks=range(len(players)), yticks=range(len(scores)), title="score: random 0, best response 1")
-    axis.set_xticklabels(players, rotation=35, ha="right")
-    axis.set_yticklabels(scores)
+    axis.set(title="score: random 0, best response 1")
+    axis.set_xticks(range(len(players)), players, rotation=35, ha="right")
+    axis.set_yticks(range(len(scores)), scores)
 
 
 def together(axis, rows: list[dict], _: str) -> None:
@@ -1035,8 +1057,10 @@ def together(axis, rows: list[dict], _: str) -> None:
         for key, style in (("return", "-"), ("shuffled", ":")):
             games = by_game(rows, run, key)
             means = [interval(values)[0] for values in games.values()]
-            axis.plot(list(games), means, style, color=f"C{number}", label=run if key == "return" else None)
-    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen", xticks=range(2, 21, 2))
+            label = run if key == "return" else None
+            axis.plot(list(games), means, style, color=f"C{number}", label=label)
+    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
+    axis.set_xticks(range(2, 21, 2))
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -1093,7 +1117,12 @@ def mean_of_games(rows: list[dict], run: str, key: str, games: range) -> Interva
     return interval([np.mean(values) for values in of_seeds.values()]) if of_seeds else None
 
 
-GAMES = {"game 1": range(1, 2), "game 2": range(2, 3), "game 3": range(3, 4), "games 11-20": range(11, 21)}
+GAMES = {
+    "game 1": range(1, 2),
+    "game 2": range(2, 3),
+    "game 3": range(3, 4),
+    "games 11-20": range(11, 21),
+}
 
 
 def print_together(args: Args, number: str) -> None:
@@ -1165,8 +1194,9 @@ def compared() -> list[tuple[str, str, str, str]]:
         pairs.append((hopplus, "learning", hopplus, "frozen"))
         pairs.append((hopplus, "search", hopplus, "frozen"))
     pairs.append(("HOP+ MCTS", "search", "HOP+ MCTS", "frozen"))
-    for without, mode in itertools.product(("no memory", "policy without subgoals"), ("frozen", "learning")):
-        pairs.append(("HOP+", mode, f"HOP+, {without}", mode))
+    for without in ("no memory", "policy without subgoals"):
+        for mode in ("frozen", "learning"):
+            pairs.append(("HOP+", mode, f"HOP+, {without}", mode))
     return pairs
 
 
@@ -1230,15 +1260,18 @@ class WorstCase(NamedTuple):
 
 
 def read_repetitions(args: Args) -> list[dict]:
-    """Of sections 7 and 8; of the scripted hunter, whom nobody trained, repetitions are what seeds are of others"""
-    rows = []
-    for row in (row for number in ("7", "8") for row in read(args, number, "_adaptation_repetitions")):
-        rows.append(row)
+    """Of sections 7 and 8. The scripted hunter, whom nobody trained, has repetitions instead of seeds."""
+    rows = [row for number in ("7", "8") for row in read(args, number, "_adaptation_repetitions")]
+    of_hunter = []
+    for row in rows:
         if row.get(BAYES):
             scripted = {key: value for key, value in row.items() if key.startswith(BAYES)}
-            kept = {key: row[key] for key in ("sets", "co_players")}
-            rows.append({"run": label_of(BAYES, board_of(row["run"])), "seed": row["repetition"], **kept, **scripted})
-    return rows
+            scripted["run"] = label_of(BAYES, board_of(row["run"]))
+            scripted["seed"] = row["repetition"]
+            scripted["sets"] = row["sets"]
+            scripted["co_players"] = row["co_players"]
+            of_hunter.append(scripted)
+    return rows + of_hunter
 
 
 def read_meetings(args: Args) -> list[Meeting]:
@@ -1252,9 +1285,8 @@ def read_meetings(args: Args) -> list[Meeting]:
         scripted = method_of(label) == BAYES
         if not returns or scripted != (mode == BAYES):
             continue
-        steps = [
-            float(row[f"{mode} test steps"]) for row in rows if row["run"] == label and row.get(f"{mode} test steps")
-        ]
+        of_run = [row.get(f"{mode} test steps") for row in rows if row["run"] == label]
+        steps = [float(value) for value in of_run if value]
         meetings.append(
             Meeting(
                 board=board_of(label),
@@ -1311,7 +1343,8 @@ def complete(meetings: list[Meeting], of_references: dict) -> list[Meeting]:
         if len(met) == len(players):
             kept.append(meeting._replace(returns=met))
         elif meeting.period == "last quarter":
-            left_out.append(f"{label_of(meeting.method, meeting.board)}, {meeting.mode} ({len(met)} of {len(players)})")
+            name = label_of(meeting.method, meeting.board)
+            left_out.append(f"{name}, {meeting.mode} ({len(met)} of {len(players)})")
     if left_out:
         print(f"left out, since they did not meet all sets: {'; '.join(left_out)}")
     return kept
@@ -1333,10 +1366,13 @@ def worst_row(meeting: Meeting, worst: WorstCase) -> dict:
         "worst regret set": worst.regret_set,
         "test steps": "" if meeting.test_steps is None else meeting.test_steps,
     }
-    for name in ("worst_score", "mean_score", "worst_regret"):
-        ends = ("", " low", " high")
-        title = name.replace("_", " ")
-        row |= {f"{title}{end}": value for end, value in zip(ends, getattr(worst, name), strict=True)}
+    intervals = {
+        "worst score": worst.worst_score,
+        "mean score": worst.mean_score,
+        "worst regret": worst.worst_regret,
+    }
+    for name, (mean, low, high) in intervals.items():
+        row |= {name: mean, f"{name} low": low, f"{name} high": high}
     return row
 
 
@@ -1350,18 +1386,19 @@ def print_worst(board: str, of_periods: dict[str, dict[str, tuple[Meeting, Worst
     table = []
     for name, (meeting, worst) in later.items():
         steps = "" if meeting.test_steps is None else f"{meeting.test_steps:.0f}"
-        scores = [plus_minus(worst.worst_score, 2), worst.worst_set, plus_minus(worst.mean_score, 2)]
-        table.append([name, *scores, plus_minus(worst.worst_regret, 2), worst.regret_set, steps])
+        regret = [plus_minus(worst.worst_regret, 2), worst.regret_set]
+        table.append([name, *score_cells(worst), *regret, steps])
     scores = ["worst score", "beside", "mean score"]
     print_table(["learner", *scores, "worst regret", "beside", "test steps"], table)
     for period, learners in of_periods.items():
-        if period == "last quarter" or not learners:
-            continue
-        print(f"\n{board}, the {period}")
-        table = []
-        for name, (_, worst) in learners.items():
-            table.append([name, plus_minus(worst.worst_score, 2), worst.worst_set, plus_minus(worst.mean_score, 2)])
-        print_table(["learner", "worst score", "beside", "mean score"], table)
+        if period != "last quarter" and learners:
+            print(f"\n{board}, the {period}")
+            table = [[name, *score_cells(worst)] for name, (_, worst) in learners.items()]
+            print_table(["learner", *scores], table)
+
+
+def score_cells(worst: WorstCase) -> list[str]:
+    return [plus_minus(worst.worst_score, 2), worst.worst_set, plus_minus(worst.mean_score, 2)]
 
 
 def draw_worst(args: Args) -> None:
@@ -1386,7 +1423,8 @@ def draw_worst(args: Args) -> None:
 
 
 SCORE_COLOURS = "RdYlBu"  # red: no better than a random player
-SHORTER = {"switching": "switch", "waiting": "wait", "random": "rand", " + ": "+"}  # in the figure's names
+# In the figure's names
+SHORTER = {"switching": "switch", "waiting": "wait", "random": "rand", " + ": "+"}
 
 
 def short_name(players: str) -> str:
@@ -1401,7 +1439,8 @@ def draw_worst_figure(args: Args, meetings: list[Meeting], of_references: dict) 
 
     of_boards = {}
     for meeting in meetings:
-        if meeting.period == "last quarter" and meeting.mode != "frozen" and meeting.method in METHOD_ORDER:
+        shown = meeting.method in METHOD_ORDER and meeting.mode != "frozen"
+        if shown and meeting.period == "last quarter":
             of_boards.setdefault(meeting.board, []).append(meeting)
     kinds = {row["co_players"]: row["sets"] for row in read_repetitions(args)}
     heights = [len(learners) for learners in of_boards.values()]
@@ -1493,7 +1532,8 @@ def draw_new_partner(args: Args) -> None:
         return
     columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=(4.6 * columns, 3.2 * lines), sharex=True)
+    size = (4.6 * columns, 3.2 * lines)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharex=True)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, ((task, population), rows) in zip(axes.flat, panels.items(), strict=False):
@@ -1525,7 +1565,8 @@ def new_partner(axis, rows: list[dict]) -> None:
         mean, low, high = np.array([interval(values) for values in games.values()]).T
         axis.plot(list(games), mean, label=name, **style)
         axis.fill_between(list(games), low, high, color=style["color"], alpha=0.12, linewidth=0)
-        table.append([name, *(plus_minus(mean_of_games(rows, run, key, part)) for part in GAMES.values())])
+        means = [mean_of_games(rows, run, key, part) for part in GAMES.values()]
+        table.append([name, *map(plus_minus, means)])
     print_table(["learner", *GAMES], table)
 
 
@@ -1583,7 +1624,9 @@ def draw_panels(args: Args, number: str, rows: list[dict], panels: list, scores:
         function(axis, drawn, key)
     figure.tight_layout()
     title = SECTIONS[number].title
-    figure.suptitle(title if number in TASKS else f"{number}. {title}", y=1, verticalalignment="bottom")
+    if number not in TASKS:
+        title = f"{number}. {title}"
+    figure.suptitle(title, y=1, verticalalignment="bottom")
     save(args, figure, f"section_{number}")
 
 
@@ -1609,16 +1652,19 @@ def print_section(args: Args, number: str, rows: list[dict], panels: list, score
     for key in (key for kind, key in panels if kind == "seats"):
         for run in by_run(rows, f"{key}_3"):
             means, p = seat_test(rows, run, key=key)
-            print(f"{run}: {key} by seat " + ", ".join(f"{mean:.3f}" for mean in means) + f"; all equal: p = {p:.2g}")
+            of_seats = ", ".join(f"{mean:.3f}" for mean in means)
+            print(f"{run}: {key} by seat {of_seats}; all equal: p = {p:.2g}")
     if number in TASKS:
         print_ladder(args, number)
         print_together(args, number)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(args, number, "_curves"), key).items():
-            print(f"{run}: {key} at returns between {RETURNS}: " + ", ".join(f"{value:.2f}" for value in values))
+            losses = ", ".join(f"{value:.2f}" for value in values)
+            print(f"{run}: {key} at returns between {RETURNS}: {losses}")
     for of_runs in scores.values():
         for run, of_sets in of_runs.items():
-            print(f"{run}: " + ", ".join(f"{players} {value:.3f}" for players, value in of_sets.items()))
+            texts = [f"{players} {value:.3f}" for players, value in of_sets.items()]
+            print(f"{run}: {', '.join(texts)}")
     print_differences(args, number)
 
 
@@ -1647,7 +1693,7 @@ def draw(args: Args, number: str) -> None:
     print_section(args, number, rows, panels, scores)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # Command line
 
 
