@@ -1,8 +1,8 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
 import csv
+import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
@@ -17,7 +17,7 @@ import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, cross_play, evaluate
+from evaluation import adapt, cross_play, evaluate, partners
 from evaluation import runs as evaluation_runs
 from stag_hunt_env import StagHuntConfig
 
@@ -44,8 +44,11 @@ SCRIPTS = {
     "evaluation/adapt.py": adapt,
     "evaluation/cross_play.py": cross_play,
     "evaluation/evaluate.py": evaluate,
+    "evaluation/partners.py": partners,
     experiments.GRU: ppo_gru,
 }
+ADAPT_FLAGS = {field.name for field in dataclasses.fields(adapt.Args)}
+PARTNERS_FLAGS = {field.name for field in dataclasses.fields(partners.Args)}
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
@@ -122,14 +125,38 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
     found = {(f"hopplus_{script}.py", flags) for cases in speed.CASES.values() for script, flags in cases.values()}
     for script, flags, values in speed.GROWTH.values():
         found |= {(f"hopplus_{script}.py", f"{flags} {max(values[device])}") for device in values}
-    for name, (_, runs, _) in experiments.SECTIONS.items():
-        for run in runs.values() if name not in experiments.TASKS else ():  # those: tests/test_ladder.py
-            found |= {(run.script, run.flags), *(tuple(then.split(" ", 1)) for then in run.then)}
+    for name, section in experiments.SECTIONS.items():
+        for run in section.runs.values():
+            commands = run.then if name in experiments.TASKS else (f"{run.script} {run.flags}", *run.then)
+            found |= {tuple(words.split(" ", 1)) for words in commands if not is_new(words)}
             found |= {run.before[:2]} if run.before else set()
             assert set(run.patch) <= experiments.PATCHES.keys()
     assert len(found) > 50
-    for script, flags in found:
+    for script, flags in found:  # what trains in the ladder: tests/test_ladder.py
         SCRIPTS[script].parse_args(flags.split())
+
+
+def is_new(command):
+    """Flags that these scripts may not have yet: the two tests below"""
+    return "--others" in command or ("partners.py" in command and "--modes" in command)
+
+
+@pytest.mark.skipif("others" not in ADAPT_FLAGS, reason="evaluation/adapt.py has no --others yet")
+@pytest.mark.parametrize("board", experiments.BOARDS)
+def test_learned_co_players_are_understood(board, monkeypatch):
+    monkeypatch.setattr(evaluation_runs, "load_run", lambda args, words, needs: None)  # there is no run
+    *_, learned, _ = experiments.meetings("PPO", board)
+    words = learned.replace(f"OTHERS_{board}", "PPO=a.pt HOP+=b.pt").split()
+    args = adapt.parse_args(words[1:])
+    assert (args.sets, len(args.others), args.modes) == ("learned", 2, ("frozen", "learning"))
+
+
+@pytest.mark.skipif("modes" not in PARTNERS_FLAGS, reason="evaluation/partners.py has no --modes yet")
+@pytest.mark.parametrize(("arm", "modes"), [("inferred", ("frozen",)), ("HOP+", ("frozen", "learning"))])
+def test_partners_of_a_new_kind_are_understood(arm, modes):
+    _, *commands = experiments.SECTIONS["stays-4x4"].runs[arm].then
+    seen = [partners.parse_args(command.split()[1:]) for command in commands]
+    assert [(args.population, args.modes) for args in seen] == [("nearest_stag", modes), ("farthest_stag", modes)]
 
 
 EITHER = pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
@@ -422,29 +449,35 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     shutil.copytree(Path(experiments.ROOT) / "docs/data", tmp_path / "data")
-    published = [name for name in experiments.SECTIONS if (tmp_path / f"data/section_{name}.csv").exists()]
+    of_runs = [name for name, section in experiments.SECTIONS.items() if section.runs]
+    published = [name for name in of_runs if (tmp_path / f"data/section_{name}.csv").exists()]
     assert {*"12345678"} <= set(published)
     experiments.main(experiments.Args(docs=str(tmp_path), draw=True))
     said = capsys.readouterr().out
-    assert all((f"section {name}: no data yet" in said) == (name not in published) for name in experiments.SECTIONS)
+    assert all((f"section {name}: no data yet" in said) == (name not in published) for name in of_runs)
     assert "| HOP+, few steps | 5 |" in said
-    drawn = {path.stem for path in (tmp_path / "results").glob("section_*.png")}
-    assert drawn == {f"section_{name}" for name in published}
+    drawn = {path.stem for path in (tmp_path / "results").glob("*.png")}
+    assert drawn == {"worst_case", "new_partner"} | {f"section_{name}" for name in published}
 
 
-def test_every_published_run_has_the_flags_of_its_experiment():
-    """In any order; --kl-coef is about inferred subgoals, so it does not matter where the policy is told"""
-    for name, (_, runs, _) in experiments.SECTIONS.items():
-        path = Path(experiments.ROOT) / f"docs/data/section_{name}.csv"
-        flags = {row["run"]: row["flags"] for row in csv.DictReader(path.open())}
-        assert list(flags) == list(runs)
-        for label, run in runs.items():
-            told = label in ("posterior", "told")
-            found, wanted = (
-                sorted((words.replace(" --kl-coef 0.01", "") if told else words).split())
-                for words in (flags[label], f"{run.script} {run.flags}")
-            )
-            assert found == wanted, (name, label)
+TO_BE_MEASURED = (*experiments.TASKS, "1", "4", "7", "others", "8")  # their flags are new, their tables are old
+
+
+def sections_with_runs():
+    to_be_measured = pytest.mark.xfail(reason="to be measured", strict=True)
+    for name, section in experiments.SECTIONS.items():
+        if section.runs:
+            yield pytest.param(name, marks=[to_be_measured] if name in TO_BE_MEASURED else [])
+
+
+@pytest.mark.parametrize("name", list(sections_with_runs()))
+def test_every_published_run_has_the_flags_of_its_experiment(name):
+    """In any order"""
+    runs = experiments.SECTIONS[name].runs
+    path = Path(experiments.ROOT) / f"docs/data/section_{name}.csv"
+    flags = {row["run"]: sorted(row["flags"].split()) for row in csv.DictReader(path.open())}
+    assert list(flags) == list(runs)
+    assert flags == {label: sorted(f"{run.script} {run.flags}".split()) for label, run in runs.items()}
 
 
 def test_learners_are_compared_seed_by_seed(tmp_path, capsys):
@@ -543,6 +576,163 @@ def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not checkpoint.exists() and (checkpoint.parent.parent / "finished").exists()
 
 
+def finished_others(args, board="4x4", but=()):
+    """As if the runs of section `others` were made. -> name: checkpoint"""
+    paths = {}
+    for name, run in experiments.other_runs(board).items():
+        paths[name] = experiments.folder_of(args, run) / "x__31" / "checkpoint.pt"
+        paths[name].parent.mkdir(parents=True)
+        paths[name].touch()
+        if name not in but:
+            (paths[name].parent.parent / "finished").touch()
+    return paths
+
+
+def test_commands_name_the_learners_of_other_runs(tmp_path):
+    args = experiments.Args(run_dir=str(tmp_path / "with space"), extra_then="--steps 100")
+    command = "adapt.py RUN --sets learned --others OTHERS_4x4 -- --planner mcts"
+    paths = finished_others(args)
+    assert list(paths) == ["PPO", "HOP+", "hares", "early", "GRU"]
+    words = experiments.resolve(args, command, ["a.pt", "b c.pt"])
+    others = [f"{name}={path}" for name, path in paths.items()]
+    named = ["adapt.py", "a.pt", "b c.pt", "--sets", "learned", "--others", *others]
+    assert words == [*named, "--steps", "100", "--", "--planner", "mcts"]
+    with pytest.raises(ValueError, match=r"PPO, 8x8 of --section others is not finished or has no checkpoint"):
+        experiments.resolve(args, command.replace("4x4", "8x8"), [])
+    paths["hares"].unlink()
+    with pytest.raises(ValueError, match=r"hares of --section others is not finished or has no checkpoint"):
+        experiments.resolve(args, command, [])
+
+
+def test_learners_that_others_meet_are_made_first(tmp_path, monkeypatch, capsys):
+    """With --only, too; their checkpoints stay. What names them fails if one of them does, and says why."""
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path), section=("8",), only=("HOP+",))
+    args.parallel = 1
+    broken = []
+    scripts = []
+
+    def call(words, **_):
+        scripts.append(words[1])
+        if "--run-dir" in words:
+            if broken == [words[words.index("--total-timesteps") + 1]]:
+                raise KeyError
+            there = Path(words[words.index("--run-dir") + 1]) / "x__1"
+            there.mkdir()
+            (there / "checkpoint.pt").touch()
+            (there / "metrics.jsonl").touch()
+            (there.parent / "train.log").touch()
+
+    monkeypatch.setattr(experiments.subprocess, "run", call)
+    broken.append(str(experiments.OTHERS["4x4"]["early"].steps))
+    experiments.main(args)
+    said = capsys.readouterr().out
+    assert said.count("FAILED, see its logs") == 1 and "FAILED, " + str(tmp_path) in said
+    assert "early of --section others is not finished or has no checkpoint: hopplus_ppo_py___seed_11" in said
+    broken.clear()
+    experiments.main(args)
+    assert scripts[:5].count(experiments.GRU) == 1 and "evaluation/adapt.py" not in scripts[:6]
+    assert scripts[-2:] == ["evaluation/adapt.py", "evaluation/cross_play.py"]
+    kept = {path.parent.parent for path in tmp_path.glob("runs/*/*/checkpoint.pt")}
+    assert kept == {experiments.folder_of(args, run) for run in experiments.other_runs("4x4").values()}
+    args.only = ("nobody",)
+    with pytest.raises(ValueError, match="--only nobody: the runs of these sections are PPO, PPO, mixed"):
+        experiments.main(args)
+
+
+def met(run, players, seed, repetition=0, sets="standard", **returns):
+    return {"run": run, "sets": sets, "co_players": players, "repetition": repetition, "seed": seed, **returns}
+
+
+def write_meetings(folder):
+    """Two sets with random players of 1 and best responses of 3 and 5; learner A in two seeds"""
+    random_and_best = {"random mean": 1, "best response mean": 3}
+    experiments.write(folder / "data/section_7_adaptation.csv", [
+        {"run": "PPO", "sets": "standard", "co_players": "3 NS", **random_and_best},
+    ])  # fmt: skip
+    experiments.write(folder / "data/section_8_adaptation.csv", [
+        {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", **random_and_best, "best response mean": 5},
+    ])  # fmt: skip
+    scripted = "Bayes hunter"
+    experiments.write(folder / "data/section_7_adaptation_repetitions.csv", [
+        met("HOP+", "3 NS", 11, **{"learning": 2, "learning first game": 1, "learning test steps": 100}),
+        met("HOP+", "3 NS", 11, **{"learning": 3, "learning first game": 1, "learning test steps": 300}),
+        met("HOP+", "3 NS", 12, **{"learning": 3, "learning first game": 2, "learning test steps": 200}),
+        met("PPO", "3 NS", 11, 0, learning=0, **{scripted: 3}),
+        met("PPO", "3 NS", 11, 1, learning=0, **{scripted: 2}),
+        met("few", "3 NS", 11, learning=3),
+    ])  # fmt: skip
+    experiments.write(folder / "data/section_8_adaptation_repetitions.csv", [
+        met("HOP+", "3 waiting", 11, sets="strangers", **{"learning": 4, "learning first game": 5}),
+        met("HOP+", "3 waiting", 12, sets="strangers", **{"learning": 5, "learning first game": 5}),
+        met("PPO", "3 waiting", 11, 0, "strangers", learning=3, **{scripted: 2}),
+        met("PPO", "3 waiting", 11, 1, "strangers", learning=3, **{scripted: 4}),
+    ])  # fmt: skip
+
+
+def test_the_worst_case(tmp_path, capsys):
+    """HOP+: 3 NS 0.75 and 1, 3 waiting 0.75 and 1 in its two seeds; regrets 0.5 and 0, 1 and 0"""
+    write_meetings(tmp_path)
+    args = experiments.Args(docs=str(tmp_path), section=("worst",), draw=True)
+    references = experiments.references(args)
+    assert references == {("4x4", "3 NS"): (1, 3), ("4x4", "3 waiting"): (1, 5)}
+    meetings = {(m.method, m.period): m for m in experiments.read_meetings(args)}
+    hopplus = experiments.worst_case(meetings["HOP+", "last quarter"], references)
+    spread = 0.125 * 12.7062  # of two values around their mean: Student's t with 1 degree of freedom
+    assert hopplus.worst_score == pytest.approx((0.875, 0.875 - spread, 0.875 + spread), rel=1e-4)
+    assert hopplus.mean_score == pytest.approx(hopplus.worst_score) and hopplus.num_sets == 2
+    assert (hopplus.regret_set, hopplus.worst_regret[0]) == ("3 waiting", 0.5)
+    first = experiments.worst_case(meetings["HOP+", "first game"], references)
+    assert (first.worst_set, first.worst_score[0]) == ("3 NS", 0.25)
+    assert first.mean_score == pytest.approx((0.625, 0.625 - spread, 0.625 + spread), rel=1e-4)
+    scripted = experiments.worst_case(meetings["Bayes hunter", "last quarter"], references)
+    assert (scripted.worst_set, scripted.worst_score[0]) == ("3 waiting", 0.5), "repetitions are its seeds"
+    assert scripted.worst_score[1] == pytest.approx(0.5 - 2 * spread, rel=1e-4)
+    assert (scripted.mean_score[0], scripted.worst_regret[0]) == (0.625, 2)
+    experiments.main(args)
+    said = capsys.readouterr().out
+    assert "| HOP+, learning | 0.88 ± 1.59 | 3 NS | 0.88 ± 1.59 | 0.50 ± 6.35 | 3 waiting | 200 |" in said
+    assert "| PPO, learning | -0.50 | 3 NS | 0.00 | 3.00 | 3 NS |  |" in said
+    assert "few, learning (1 of 2)" in said and "| few" not in said
+    rows = experiments.read_csv(tmp_path / "data/worst_case.csv")
+    names = [(row["method"], row["period"]) for row in rows]
+    assert names == [("Bayes hunter", "last quarter"), ("PPO", "last quarter"), ("HOP+", "last quarter"),
+                     ("HOP+", "first game")]  # fmt: skip
+    assert (rows[2]["board"], rows[2]["mode"], rows[2]["test steps"]) == ("4x4", "learning", "200")
+    assert float(rows[3]["worst score"]) == 0.25 and rows[3]["worst set"] == "3 NS"
+    assert (tmp_path / "results/worst_case.png").stat().st_size > 5000
+
+
+def test_the_worst_is_of_means_not_of_single_seeds():
+    """Each of two sets is bad in another seed: the lowest score of all is 0, in b; but the worst set is a, 0.4"""
+    returns = {"a": {"1": 0.1, "2": 0.7}, "b": {"1": 1.0, "2": 0.0}}
+    meeting = experiments.Meeting("4x4", "x", "learning", "last quarter", returns, None)
+    worst = experiments.worst_case(meeting, dict.fromkeys([("4x4", "a"), ("4x4", "b")], (0.0, 1.0)))
+    assert (worst.worst_set, worst.regret_set) == ("a", "a")
+    assert worst.worst_score[0] == pytest.approx(0.4) and worst.mean_score[0] == pytest.approx(0.45)
+
+
+def test_a_partner_of_a_new_kind(tmp_path, capsys):
+    """From partners.py's table to the printed one"""
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path), section=("stays-4x4", "new-partner"))
+    folder = experiments.folder_of(args, experiments.SECTIONS["stays-4x4"].runs["HOP+"])
+    (folder / "x__11").mkdir(parents=True)
+    (folder / "seconds").touch()
+    (folder / "train.log").write_text("on cpu")
+    (folder / "x__11/metrics.jsonl").touch()
+    lines = ["seed,game,return,shuffled,learning", "0,1,1.0,0.5,1.0", "0,2,1.0,0.5,3.0", "1,1,2.0,0.5,2.0"]
+    (folder / "x__11/partners_farthest_stag.csv").write_text("\n".join(lines) + "\n")
+    (folder / "x__11/partners.csv").write_text("seed,game,return\n0,1,9.0\n")
+    experiments.collect(args, "stays-4x4")
+    rows = experiments.read(args, "stays-4x4", "_together")
+    assert {row["population"]: row["learning"] for row in rows} == {"farthest_stag": "2.0", "": ""}
+    experiments.draw(args, "new-partner")
+    said = capsys.readouterr().out
+    assert "4x4, 5 steps, the partner stays; partner farthest_stag\n" in said
+    assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 |  |  |" in said
+    assert "| HOP+, learning | 1.500 ± 6.353 | 3.000 |  |  |" in said and "none" not in said
+    assert (tmp_path / "results/new_partner.png").stat().st_size > 5000
+
+
 def test_the_dashboard_shows_what_a_run_logs(tmp_path):
     args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path))
     folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
@@ -582,18 +772,54 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
     }
     other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
     large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
-    found = experiments.normalised([other, large], [best, other], "standard")
+    references = experiments.reference_returns([best, other])
+    found = experiments.normalised([other, large], references, "standard")
     assert np.isnan(found.pop("HOP+, 8x8, learning")["3 NH"]), "this board has no references"
     assert found == {"HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
-    found = experiments.normalised([best, best | {"run": "PPO, 8x8"}], [best, best | {"run": "PPO, 8x8"}], "standard")
+    both = [best, best | {"run": "PPO, 8x8"}]
+    found = experiments.normalised(both, experiments.reference_returns(both), "standard")
     assert found["Bayes hunter"] == found["Bayes hunter, 8x8"] == {"3 NH": 1.25} and len(found) == 4
 
 
-def test_a_control_has_the_information_of_the_models():
-    for section, label in itertools.product("78", ("PPO, mixed", "PPO, mixed, 8x8")):
-        run, other = (experiments.SECTIONS[section][1][name] for name in (label, label.replace(", mixed", "")))
-        assert run.flags.replace(" --seats learner,mixed,mixed,mixed", "") == other.flags != run.flags
-        assert set(run.then) == {experiments.ADAPT, experiments.STRANGERS}
+@pytest.mark.parametrize("board", experiments.BOARDS)
+def test_every_method_meets_the_same_players(board):
+    """Only PPO measures the references; the control trains with the players that the models of HOP+ watch"""
+    methods = experiments.METHODS[board]
+    mixed = dataclasses.replace(methods["PPO"], flags=f"{methods['PPO'].flags} {experiments.MIXED}")
+    assert methods["PPO, mixed"] == mixed
+    for name in methods:
+        run = experiments.SECTIONS["7"].runs[experiments.label_of(name, board)]
+        assert run == experiments.SECTIONS["8"].runs[experiments.label_of(name, board)]
+        commands = [command for command in run.then if "adapt.py" in command]
+        sets = [re.findall(r"--sets (\w+)|$", command)[0] for command in commands]
+        assert sets == ["", "strangers", "learned"] and f"--others OTHERS_{board}" in commands[2]
+        assert {"--no-references" in command for command in commands} == {name != "PPO"}
+        assert all("frozen" in command and "learning" in command for command in commands)
+
+
+def test_hopplus_has_one_setting():
+    """Board, game, seats, games at once, steps and seeds may differ"""
+    may_differ = {"--seed", "--num-seeds", "--log-every", "--num-envs", "--total-timesteps"}
+    may_differ |= {"--height", "--width", "--num-stags", "--final-time", "--redraw", "--population", "--seats"}
+    labels = ("HOP+", "HOP+, 8x8", "HOP+, few steps", "HOP+, 4h2s")
+    seen = []
+    for name, section in experiments.SECTIONS.items():
+        for label in labels:
+            if label in section.runs:
+                run = section.runs[label]
+                flags = set(re.findall(r"--[\w-]+", run.flags))
+                assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
+                seen.append(name)
+    assert set(seen) == {"2", "7", "8", "others", *experiments.HOPPLUS_TASKS}
+
+
+def test_arms_of_the_ladder_differ_in_what_they_know_alone():
+    words = {arm: run.flags for arm, run in experiments.arms("stays-4x4").items()}
+    words.pop("HOP+")
+    common = set.intersection(*(set(flags.split()) for flags in words.values()))
+    assert set(experiments.LADDER.split()) <= common and set(experiments.TASKS["stays-4x4"].flags.split()) <= common
+    other = {arm: " ".join(word for word in flags.split() if word not in common) for arm, flags in words.items()}
+    assert other == {arm: flags for arm, (_, flags) in experiments.ARMS.items()}
 
 
 def test_sections_and_runs_that_do_not_exist(capsys):
@@ -605,7 +831,7 @@ def test_sections_and_runs_that_do_not_exist(capsys):
         experiments.main(experiments.Args(patched=("two_players",)))
     experiments.main(experiments.Args(list=True))
     said = "\n" + capsys.readouterr().out
-    assert all(f"\n{number}. {title}" in said for number, (title, _, _) in experiments.SECTIONS.items())
+    assert all(f"\n{number}. {section.title}" in said for number, section in experiments.SECTIONS.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
