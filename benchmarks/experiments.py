@@ -109,50 +109,50 @@ class Section(NamedTuple):
 
 TEST_SEEDS = "--seed 11 --num-seeds 5"
 BOARDS = {"4x4": "", "8x8": "--height 8 --width 8"}
-# The policy itself trains with the players that models watch. The GRU's default population is the ladder's.
+# The policy itself trains with the players that models watch. Who has a memory keeps its co-players.
 MIXED = "--seats learner,mixed,mixed,mixed"
-MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare"
-PPO4 = "--learning-rate 1e-3 --method ppo"
-PPO8 = "--learning-rate 3e-4 --method ppo"
+MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare --redraw never"
+MIXED_OMG = f"--method ppo-omg {MIXED} --redraw never"
+FAST = "--learning-rate 1e-3"  # alone with rule-based players
+CALM = "--learning-rate 3e-4"
 METHODS = {
     "4x4": {
-        "PPO": Method(PPO, 1024, 5_000_000, PPO4),
-        "PPO, mixed": Method(PPO, 1024, 5_000_000, f"{PPO4} {MIXED}"),
+        "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
+        "PPO, mixed": Method(PPO, 1024, 5_000_000, f"--method ppo {FAST} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 5_000_000, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 5_000_000, f"--learning-rate 1e-3 --method ppo-omg {MIXED}"),
-        "HOP+": Method(PPO, 256, 5_000_000),
+        "+ subgoals, mixed": Method(PPO, 1024, 5_000_000, f"{MIXED_OMG} {FAST}"),
+        "HOP+": Method(PPO, 256, 2_000_000),
     },
     "8x8": {
-        "PPO": Method(PPO, 1024, 13_107_200, PPO8),
-        "PPO, mixed": Method(PPO, 1024, 13_107_200, f"{PPO8} {MIXED}"),
-        "GRU, mixed": Method(GRU, 1024, 13_107_200, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 13_107_200, f"--learning-rate 3e-4 --method ppo-omg {MIXED}"),
-        "HOP+": Method(PPO, 256, 6_553_600),
+        "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
+        "PPO, mixed": Method(PPO, 1024, 10_000_000, f"--method ppo {CALM} {MIXED}"),
+        "GRU, mixed": Method(GRU, 1024, 10_000_000, MIXED_GRU),
+        "+ subgoals, mixed": Method(PPO, 1024, 10_000_000, f"{MIXED_OMG} {CALM}"),
+        "HOP+": Method(PPO, 256, 2_000_000),
     },
 }
 SELF_PLAY = ("PPO", "HOP+")
 # Learners that those of METHODS meet. One learned beside hare hunters to hunt hares, one has just begun.
-OTHER_SEEDS = "--seed 31 --num-seeds 5"
+OTHER_SEEDS = "--seed 31 --num-seeds 2"
 WITH_HARE_HUNTERS = "--seats learner,nearest_hare,nearest_hare,nearest_hare"
 OTHERS = {
     "4x4": {
         "PPO": METHODS["4x4"]["PPO"],
         "HOP+": METHODS["4x4"]["HOP+"],
-        "hares": Method(PPO, 1024, 1_000_000, f"--method ppo {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 500_000, PPO4),
+        "hares": Method(PPO, 1024, 1_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
+        "early": Method(PPO, 1024, 600_000, f"--method ppo {FAST}"),
         "GRU": METHODS["4x4"]["GRU, mixed"],
     },
     "8x8": {
         "PPO": METHODS["8x8"]["PPO"],
         "HOP+": METHODS["8x8"]["HOP+"],
-        "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 1_200_000, PPO8),
+        "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
+        "early": Method(PPO, 1024, 1_200_000, f"--method ppo {CALM}"),
         "GRU": METHODS["8x8"]["GRU, mixed"],
     },
 }
 ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen learning"
 SEARCH_ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen search learning"
-SEARCH_TOO = f"{SEARCH_ADAPT} --script hopplus_mcts.py -- --planner mcts"
 BEST = "evaluation/adapt.py RUN --best-response-steps 8000000 --modes frozen learning"
 CROSS = "evaluation/cross_play.py RUN"
 
@@ -178,12 +178,11 @@ def method_flags(method: Method, board: str, seeds: str) -> str:
 def meetings(method: str, board: str) -> tuple[str, ...]:
     """What follows its training. The references of a board are measured beside its PPO."""
     command = BEST if method == "PPO" else ADAPT
-    standard = SEARCH_TOO if method == "HOP+" else command
     strangers = f"{command} --sets strangers"
     learned = f"{command} --sets learned --others OTHERS_{board}"
     if method in SELF_PLAY:
-        return standard, strangers, learned, CROSS
-    return standard, strangers, learned
+        return command, strangers, learned, CROSS
+    return command, strangers, learned
 
 
 def method_runs() -> dict[str, Run]:
