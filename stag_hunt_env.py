@@ -1511,7 +1511,10 @@ class Run:
         """A new run's, or the resumed one's as they were at `step`"""
         self.folders = [Path(args.run_dir)]
         try:
-            self.folders = resumed_folders(args, checkpoint) if checkpoint else new_folders(args, label)
+            if checkpoint:
+                self.folders = resumed_folders(args, checkpoint)
+            else:
+                self.folders = new_folders(args, label)
             first_checkpoint = f"../{self.folders[0].name}/checkpoint.pt"
             self.flags = {**dataclasses.asdict(args), "checkpoint": first_checkpoint}
             self._open(step)

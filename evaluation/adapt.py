@@ -2,7 +2,7 @@
 
     python evaluation/adapt.py runs/RUN                                      # seven sets of rule-based players
     python evaluation/adapt.py runs/RUN --sets strangers                     # six of players that nobody trains with
-    python evaluation/adapt.py runs/RUN --sets learned --others A=runs/RUN_A B=runs/RUN_B   # learners of other runs
+    python evaluation/adapt.py runs/RUN --sets learned --others A=runs/RUN_A B=runs/RUN_B
     python evaluation/adapt.py runs/RUN --seats learner,random,random,nearest_stag --no-references
     python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
 
@@ -12,8 +12,8 @@ games, learns from the first alone, and remembers in each what it saw there: the
 Scores are mean returns of the games that ended in the last quarter of the steps. Their intervals are over training
 seeds. References: a random player (normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best
 response (1): plain PPO trained with exactly this set, the best of `--best-response-seeds` by held-out games. Beside the
-checkpoint: `adaptation_<set>.csv`, its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`. What is
-earned early stands there too: in the first game of each place, and in games that ended in the first 400 steps.
+checkpoint: `adaptation_<set>.csv`, its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
+Beside the scores stands what was earned in each place's first game, and in the first 400 steps.
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
@@ -116,7 +116,8 @@ LEARNING = (  # flags of the script, as they are here
 @dataclasses.dataclass
 class AdaptFlags:
     sets: Literal["standard", "strangers", "learned"] = "standard"
-    """sets of three co-players: known to everybody's models; not even to these; frozen learners of --others"""
+    """sets of three co-players: known to everybody's models; not even to these; learners of
+    --others, frozen"""
     others: tuple[str, ...] = ()
     """of --sets learned: run folders or checkpoints, each PATH or NAME=PATH"""
     seats: tuple[str, ...] = ()
@@ -160,7 +161,7 @@ class AdaptFlags:
 class Args(RunFlags, AdaptFlags):
     path: str = tyro.MISSING
     run: Run | None = None
-    other_runs: dict[str, Run] = dataclasses.field(default_factory=dict)  # --others by name, once main has loaded them
+    other_runs: dict[str, Run] = dataclasses.field(default_factory=dict)  # main loads them
 
 
 def parse_args(words: list[str]) -> Args:
@@ -213,12 +214,13 @@ def load_other_runs(args: Args) -> dict[str, Run]:
         game.refuse(bool(args.others), "--others are the co-players of --sets learned")
         return {}
     game.refuse(bool(args.seats), "--sets learned and --seats: choose one of them")
-    game.refuse(not args.others, "--sets learned needs runs whose learners are the co-players: --others PATH ...")
+    nobody = "--sets learned needs runs whose learners are the co-players: --others PATH ..."
+    game.refuse(not args.others, nobody)
     return frozen_players.load_others(args.others, args.device, args.run.args.config)
 
 
 def seat_learned(args: Args, seats: Seats, tables: list, as_learners: bool = True) -> Seats:
-    """With the learned players of the tables, whose seeds take turns from repetition to repetition"""
+    """With the learned players of the tables; their seeds take turns by repetition"""
     numbers = []
     for block in range(len(tables)):
         numbers += [block % args.repetitions] * seats.num_envs
@@ -294,15 +296,16 @@ def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs
     """The same learners, with the same co-players, in other games"""
     flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
     run.script.seed_everything([args.seed + number], rank=0, stream=0)
-    games = run.script.Games(flags, frozen_players.stand_ins(args.other_runs, tables), run.device)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    games = run.script.Games(flags, seated, run.device)
     games.seats = seat_learned(args, games.seats, tables)
     return Seated(flags, games, state.networks)
 
 
 def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str):
-    """A generator, one round at a time. -> return and number of the learner's games that ended [M, 2]; metrics [M]; in
-    which step a game ended, bool [M, T, E], and the learner's return there. tables: who sits where. boards (see
-    first_boards): to imagine games from, or None"""
+    """A generator, one round at a time. tables: who sits where. boards (see first_boards): to
+    imagine games from, or None -> return and number of the learner's games that ended [M, 2];
+    metrics [M]; where a game ended, bool [M, T, E], and the learner's returns there [M, T, E]"""
     learn = mode in LEARNING_MODES
     guarded = mode in ("learning", "both")
     script = run.script
@@ -358,10 +361,12 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     def held_out_return():
         """The same, of real games"""
         held_out.games.history.copy_(remembered_history())
-        played = play_games(run, held_out, 1, skip=1)  # what is under way began with other weights
+        # What is under way began with other weights.
+        played = play_games(run, held_out, 1, skip=1)
         steps = played["steps"][..., 0].sum(1)  # of all places of a repetition
         test_steps.add_(torch.tensor(steps, device=run.device))
-        total = torch.tensor(played["return"], dtype=torch.float32, device=run.device)[rows, :, seat]
+        returns = torch.tensor(played["return"], dtype=torch.float32, device=run.device)
+        total = returns[rows, :, seat]
         return total.mean(1), total.var(1) / total.shape[1]
 
     def learn_policy(samples, real):
@@ -430,10 +435,15 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
 def bayes_hunter(args: Args, run: Run, tables: list):
     """As adaptation_loop: the scripted hunter, which neither learns nor remembers a game"""
     env = StagHuntEnv(run.args.config, len(tables) * args.games_at_once, run.device, args.seed)
-    seats = Seats(env, frozen_players.stand_ins(args.other_runs, tables), population=run.args.population)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    seats = Seats(env, seated, population=run.args.population)
     seats = seat_learned(args, seats, tables, as_learners=False)
     seat = seats.learner_seat.flatten()
     rows = torch.arange(env.num_envs, device=run.device)
+
+    def by_table(steps):  # T of [B] -> [M, T, E]
+        return torch.stack(steps).unflatten(1, (len(tables), -1)).movedim(1, 0).cpu().numpy()
+
     for _ in range(args.steps // args.every):
         ended = []
         returns = []
@@ -443,10 +453,10 @@ def bayes_hunter(args: Args, run: Run, tables: list):
             seats.update(actions, present_before, done)
             ended.append(done)
             returns.append(done * env.final_return[rows, seat])
-        by_step = (torch.stack(x, 1).unflatten(0, (len(tables), -1)) for x in (ended, returns))  # [M, E, T]
-        games = tuple(x.transpose(1, 2).cpu().numpy() for x in by_step)
-        earned = np.stack([games[1].sum((1, 2)), games[0].sum((1, 2))], 1)
-        yield earned, {}, games
+        done = by_table(ended)
+        returns = by_table(returns)
+        earned = np.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
+        yield earned, {}, (done, returns)
 
 
 def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
@@ -466,7 +476,7 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
     seated = frozen_players.stand_ins(args.other_runs, tables)
     state = run.script.make_train_state(ppo_args, seated, [args.seed], run.device)
     seats = state.games.seats
-    numbers = list(range(seats.num_envs)) * len(tables)  # learned players of all seeds sit in each block
+    numbers = list(range(seats.num_envs)) * len(tables)  # in each block all seeds of a run
     state.games.seats = frozen_players.seat_others(args.other_runs, seats, tables, numbers)
     iteration = capture_later(run, state, functools.partial(run.script.train_iteration, state))
     for number in range(num_iterations):
@@ -548,7 +558,8 @@ def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
 
 
 def early_returns(done: np.ndarray, returns: np.ndarray) -> dict[str, np.ndarray]:
-    """In which of the first steps a game ended, bool [M, T, E], and its return -> means of the early games [M]"""
+    """Where a game ended in the first steps, bool [M, T, E], and its return [M, T, E] -> means of
+    the early games [M]"""
     first = done & (done.cumsum(1) == 1)
     early = done[:, :EARLY_STEPS]
     means = {}
@@ -640,9 +651,9 @@ def print_metrics(sets: dict, metrics: dict[str, dict]) -> None:
 
 
 def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[str, float]:
-    """curves {name: [rounds, sets, repetitions, 2]}, early {column: [sets, repetitions]}, imagined {mode: returns
-    [sets * repetitions] of each round}, best: what best_responses yields at last, or None. Prints and writes the
-    scores. -> score by mode and set"""
+    """Prints and writes the scores. curves {name: [rounds, sets, repetitions, 2]}, early {column:
+    [sets, repetitions]}, imagined {mode: returns [sets * repetitions] of each round}, best: what
+    best_responses yields at last, or None -> score by mode and set"""
     run = args.run
     config = run.args.config
     quarter = args.steps // args.every // 4

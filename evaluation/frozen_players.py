@@ -1,11 +1,11 @@
 """Frozen learners of other runs as co-players: `adapt.py --sets learned` seats them.
 
-A group, one run's learners in some seats of an env's games, is an object with two methods, called in turn:
+A group is one run's learners in some seats of an env's games, with two methods, called in turn:
 
     probs(state) -> [B, N, 7]    what they do next; only the seats of the group count
     update(actions, done)        actions [B, N], done [B]: what they remember goes on
 
-Nothing in them waits for the host, and what is remembered is overwritten in place: a CUDA graph holds both.
+Nothing in them waits for the host, and memory is overwritten in place: a CUDA graph holds both.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ def load_others(texts: tuple[str, ...], device: str, config: game.StagHuntConfig
         check_board(text, run.args.config, config)
         if name is None:
             name = f"{run.args.method} seed {run.args.seed}"
-        game.refuse(name in others, f"--others: two runs are called {name}: name them, --others NAME=PATH")
+        twice = f"--others: two runs are called {name}: name them, --others NAME=PATH"
+        game.refuse(name in others, twice)
         others[name] = run
     torch.backends.cuda.matmul.allow_tf32 = tf32  # as the learner that adapts has it
     return others
@@ -55,7 +56,8 @@ def split_name(text: str) -> tuple[str | None, str]:
         return None, text
     taken = ("learner", "mixed", *game.STRANGERS, *game.PLAYER_PROBS)
     game.refuse(not name.strip(), f"--others {text}: the name is missing before =")
-    game.refuse(name in taken, f"--others {text}: {name} is what seats hold already, take another name")
+    already = f"--others {text}: {name} is what seats hold already, take another name"
+    game.refuse(name in taken, already)
     return name, path
 
 
@@ -67,7 +69,8 @@ def check_board(text: str, config: game.StagHuntConfig, wanted: game.StagHuntCon
         if other != value:
             differences.append(f"{game.flag(name)} {other} instead of {value}")
     differ = ", ".join(differences)
-    game.refuse(bool(differences), f"--others {text}: it was trained on another game, with {differ}")
+    another = f"--others {text}: it was trained on another game, with {differ}"
+    game.refuse(bool(differences), another)
 
 
 def sets_of(names: list[str]) -> dict[str, tuple[str, ...]]:
@@ -98,8 +101,11 @@ class Places(NamedTuple):
 
 
 def learner_at(run: Run, seat: int, number: int) -> int:
-    """The learner that takes this seat: the one that learned in it, else the run's first; seeds by turns"""
-    trained = runs.learner_seats(game.seats_table(run.checkpoint["args"]["seats"], run.args.config.num_players))
+    """The learner that takes this seat: the one that learned in it, else the run's first. Seeds
+    take turns"""
+    saved = run.checkpoint["args"]
+    table = game.seats_table(saved["seats"], run.args.config.num_players)
+    trained = runs.learner_seats(table)
     learned_in = seat if seat in trained else trained[0]
     return runs.learner_index(run.checkpoint, number % run.num_seeds, learned_in)
 
@@ -140,7 +146,7 @@ class FrozenPlayers:
         self.networks = run.script.make_networks(self.args, places.learners, env.device)
         runs.load_agents(run, self.networks, places.learners)
         example = run.script.Games(self.args, [["learner"] * players], env.device)
-        told = run.script.told_subgoals(self.args, example)[0, 0]  # where all learn: of everybody the same
+        told = run.script.told_subgoals(self.args, example)[0, 0]  # of everybody: a learner
         rows = places.game.shape
         self.told = told.expand(*rows, *told.shape)
         self.last_joint = torch.full((*rows, players), game.STAY, device=env.device)
@@ -183,7 +189,7 @@ class FrozenPlayers:
         self.last_joint.copy_(joint.masked_fill(ended[..., None], game.STAY))
 
     def count_hunts(self, joint, done):
-        """The history [M, n, ...]; HOP, of hopplus_mcts.py alone, counts in it who left with which prey"""
+        """The history [M, n, ...]. HOP, in hopplus_mcts.py alone, counts in it who took which prey"""
         if self.args.subgoals != "hop":
             return self.history
         env = self.env
@@ -194,10 +200,11 @@ class FrozenPlayers:
 
 
 class LearnedSeats(game.Seats):
-    """The same seats, some of them filled by groups of learned players. as_learners: who is told who sits there is told
-    that learners do; else the exact posterior takes them for whom they resemble in the population"""
+    """The same seats, some of them filled by groups of learned players. as_learners: whoever is told
+    who sits there is told that learners do; else the exact posterior takes them for whom they
+    resemble in the population"""
 
-    def __init__(self, seats: game.Seats, groups: list, filled: list[torch.Tensor], as_learners: bool):
+    def __init__(self, seats: game.Seats, groups: list, filled: list, as_learners: bool):
         """groups, and the seats that each fills, bool [B, N]"""
         vars(self).update(vars(seats))
         self.groups = groups
@@ -224,9 +231,9 @@ def stand_ins(others: dict[str, Run], tables: list[list[str]]) -> list[list[str]
     return [["random" if name in others else name for name in table] for table in tables]
 
 
-def seat_others(others: dict[str, Run], seats: game.Seats, tables: list, numbers: list[int], as_learners=True):
-    """seats: of stand_ins(others, tables) -> with the learned players. numbers [B]: of each game in the turns of the
-    seeds"""
+def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers, as_learners=True):
+    """seats: of stand_ins(others, tables) -> with the learned players. numbers [B]: of each game in
+    the turns of the seeds"""
     env = seats.env
     by_game = [table for table in tables for _ in range(seats.num_envs)]
     groups = []

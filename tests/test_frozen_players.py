@@ -47,7 +47,8 @@ def test_what_cannot_sit_there_is_refused(tmp_path):
     before = set(tmp_path.rglob("*"))
     assert refusal(*learned).startswith("--sets learned needs runs whose learners are the co-players")
     assert refusal(path, "--others", path) == "--others are the co-players of --sets learned"
-    assert "--sets learned and --seats" in refusal(*learned, "--others", path, "--seats", "learner,random,random,random")
+    seats = ["--seats", "learner,random,random,random"]
+    assert refusal(*learned, "--others", path, *seats) == "--sets learned and --seats: choose one of them"
     sentence = refusal(*learned, "--others", f"B={other}")
     assert sentence == f"--others B={other}: it was trained on another game, with --num-hares 2 instead of 3"
     assert "two runs are called ppo seed 1: name them" in refusal(*learned, "--others", path, path)
