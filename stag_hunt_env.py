@@ -1530,10 +1530,14 @@ class Run:
 
     def __init__(self, args, label: str, checkpoint: dict | None, step: int):
         """A new run's, or the resumed one's as they were at `step`"""
-        self.folders = resumed_folders(args, checkpoint) if checkpoint else new_folders(args, label)
-        first_checkpoint = f"../{self.folders[0].name}/checkpoint.pt"
-        self.flags = {**dataclasses.asdict(args), "checkpoint": first_checkpoint}
+        self.folders = [Path(args.run_dir)]
         try:
+            if checkpoint:
+                self.folders = resumed_folders(args, checkpoint)
+            else:
+                self.folders = new_folders(args, label)
+            first_checkpoint = f"../{self.folders[0].name}/checkpoint.pt"
+            self.flags = {**dataclasses.asdict(args), "checkpoint": first_checkpoint}
             self._open(step)
         except BlockingIOError as error:
             raise UserError(f"{self.folders[0]} is in use by another process") from error
@@ -1609,12 +1613,28 @@ class Run:
 
 
 def new_folders(args, label: str) -> list[Path]:
-    """One per seed"""
-    stamp = int(time.time())
-    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-        stamp += 1
+    """One per seed, made here: of runs that begin in the same second each gets its own"""
+    run_dir = Path(args.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
     seeds = range(args.seed, args.seed + args.num_seeds)
-    return [Path(args.run_dir) / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+    for stamp in itertools.count(int(time.time())):
+        folders = [run_dir / f"{args.exp_name}__{label}__{seed}__{stamp}" for seed in seeds]
+        if not any(run_dir.glob(f"*__{stamp}")) and make_all(folders):
+            return folders
+
+
+def make_all(folders: list[Path]) -> bool:
+    """Makes them all, or none if another process was faster with one"""
+    made = []
+    try:
+        for folder in folders:
+            folder.mkdir()
+            made.append(folder)
+    except FileExistsError:
+        for folder in made:
+            folder.rmdir()
+        return False
+    return True
 
 
 def resumed_folders(args, checkpoint: dict) -> list[Path]:

@@ -2,6 +2,7 @@
 
     python evaluation/adapt.py runs/RUN                                      # seven sets of rule-based players
     python evaluation/adapt.py runs/RUN --sets strangers                     # six of players that nobody trains with
+    python evaluation/adapt.py runs/RUN --sets learned --others A=runs/RUN_A B=runs/RUN_B
     python evaluation/adapt.py runs/RUN --seats learner,random,random,nearest_stag --no-references
     python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
 
@@ -12,13 +13,14 @@ Scores are mean returns of the games that ended in the last quarter of the steps
 seeds. References: a random player (normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best
 response (1): plain PPO trained with exactly this set, the best of `--best-response-seeds` by held-out games. Beside the
 checkpoint: `adaptation_<set>.csv`, its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
+Beside the scores stands what was earned in each place's first game, and in the first 400 steps.
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
 co-players as it remembers them and does PPO on these. One without does PPO on real steps. Mode `unguarded` acts with
 the new policy. Mode `learning` does so only where the new policy earns more than the one it came with, by two standard
 errors over the latest rounds: in imagined games, or without a world model in held-out real games. These and the games
-that such a learner practises in are not counted as steps.
+that such a learner practises in are not counted as steps, but as `test steps`.
 """
 
 import dataclasses
@@ -33,9 +35,19 @@ from typing import Annotated, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from benchmarks.scripted import bayes_probs
-from evaluation import runs
+from evaluation import frozen_players, runs
 from evaluation.runs import Run, RunFlags, Seated, interval, learner_index, mean_text, play, play_games, write_csv
-from stag_hunt_env import Count, NonNegative, Positive, Seats, StagHuntEnv, Whole, command_line, sample, seats_table
+from stag_hunt_env import (
+    Count,
+    NonNegative,
+    Positive,
+    Seats,
+    StagHuntEnv,
+    Whole,
+    command_line,
+    sample,
+    seats_table,
+)
 
 import matplotlib.style
 import numpy as np
@@ -77,6 +89,7 @@ SETS = {
 SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
          "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
 BEST_RESPONSE_GAMES = 512
+EARLY_STEPS = 400
 DECAY = 0.7  # of what old and new weights earned: how much a round counts beside the next
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
@@ -102,8 +115,11 @@ LEARNING = (  # flags of the script, as they are here
 
 @dataclasses.dataclass
 class AdaptFlags:
-    sets: Literal["standard", "strangers"] = "standard"
-    """sets of three co-players: known to everybody's models, or not even to these"""
+    sets: Literal["standard", "strangers", "learned"] = "standard"
+    """sets of three co-players: known to everybody's models; not even to these; learners of
+    --others, frozen"""
+    others: tuple[str, ...] = ()
+    """of --sets learned: run folders or checkpoints, each PATH or NAME=PATH"""
     seats: tuple[str, ...] = ()
     """own sets instead, such as learner,random,random,nearest_stag: one learner and named players in each"""
     modes: tuple[Mode, ...] = ("frozen", "unguarded", "learning")
@@ -145,6 +161,7 @@ class AdaptFlags:
 class Args(RunFlags, AdaptFlags):
     path: str = tyro.MISSING
     run: Run | None = None
+    other_runs: dict[str, Run] = dataclasses.field(default_factory=dict)  # main loads them
 
 
 def parse_args(words: list[str]) -> Args:
@@ -155,9 +172,11 @@ def parse_args(words: list[str]) -> Args:
 def co_player_sets(args: Args) -> dict[str, tuple[str, ...]]:
     """Name -> the co-players, in ego order from the learner's seat on"""
     players = args.run.args.config.num_players
-    sets = {}
     if not args.seats and players != 4:
         raise game.UserError(f"--sets {args.sets} has 3 co-players, this game has {players - 1}: use --seats")
+    if args.sets == "learned":
+        return frozen_players.sets_of(list(args.other_runs))
+    sets = {}
     for seats in args.seats:
         names = game.seats_table(seats, players)
         named = names.count("learner") == 1 and "mixed" not in names
@@ -187,6 +206,25 @@ def deal_seats(args: Args, sets: dict) -> tuple[list[list[str]], list[int]]:
         seed = r // players % run.num_seeds
         index.append(learner_index(run.checkpoint, seed, trained[r % len(trained)]))
     return tables, index
+
+
+def load_other_runs(args: Args) -> dict[str, Run]:
+    """--others by name"""
+    if args.sets != "learned":
+        game.refuse(bool(args.others), "--others are the co-players of --sets learned")
+        return {}
+    game.refuse(bool(args.seats), "--sets learned and --seats: choose one of them")
+    nobody = "--sets learned needs runs whose learners are the co-players: --others PATH ..."
+    game.refuse(not args.others, nobody)
+    return frozen_players.load_others(args.others, args.device, args.run.args.config)
+
+
+def seat_learned(args: Args, seats: Seats, tables: list, as_learners: bool = True) -> Seats:
+    """With the learned players of the tables; their seeds take turns by repetition"""
+    numbers = []
+    for block in range(len(tables)):
+        numbers += [block % args.repetitions] * seats.num_envs
+    return frozen_players.seat_others(args.other_runs, seats, tables, numbers, as_learners)
 
 
 def first_boards(run: Run, index: list[int], count: int = 1024):
@@ -258,12 +296,16 @@ def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs
     """The same learners, with the same co-players, in other games"""
     flags = dataclasses.replace(state.args, num_envs=num_envs, num_steps=1)
     run.script.seed_everything([args.seed + number], rank=0, stream=0)
-    return Seated(flags, run.script.Games(flags, tables, run.device), state.networks)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    games = run.script.Games(flags, seated, run.device)
+    games.seats = seat_learned(args, games.seats, tables)
+    return Seated(flags, games, state.networks)
 
 
 def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str):
-    """A generator, one round at a time. -> return and number of the learner's games that ended [M, 2], and metrics [M].
-    tables: who sits where. boards (see first_boards): to imagine games from, or None"""
+    """A generator, one round at a time. tables: who sits where. boards (see first_boards): to
+    imagine games from, or None -> return and number of the learner's games that ended [M, 2];
+    metrics [M]; where a game ended, bool [M, T, E], and the learner's returns there [M, T, E]"""
     learn = mode in LEARNING_MODES
     guarded = mode in ("learning", "both")
     script = run.script
@@ -277,7 +319,8 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     rounds = args.steps // args.every
     came_with = learned = copy_params(policy)
     gain = variance = torch.zeros(len(seat), device=run.device)  # of the new policy over the one it came with
-    metrics = {}
+    test_steps = torch.zeros(len(seat), dtype=torch.float64, device=run.device)
+    metrics = {"test steps": test_steps}
     learn_moa = learn and networks.moa is not None and flags.subgoal_updates > 0
     if learn_moa:
         for p in networks.inference.parameters():  # q_phi stays: it wrote what is remembered
@@ -318,8 +361,12 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     def held_out_return():
         """The same, of real games"""
         held_out.games.history.copy_(remembered_history())
-        returns = play_games(run, held_out, 1, skip=1)["return"]  # what is under way began with other weights
-        total = torch.tensor(returns, dtype=torch.float32, device=run.device)[rows, :, seat]
+        # What is under way began with other weights.
+        played = play_games(run, held_out, 1, skip=1)
+        steps = played["steps"][..., 0].sum(1)  # of all places of a repetition
+        test_steps.add_(torch.tensor(steps, device=run.device))
+        returns = torch.tensor(played["return"], dtype=torch.float32, device=run.device)
+        total = returns[rows, :, seat]
         return total.mean(1), total.var(1) / total.shape[1]
 
     def learn_policy(samples, real):
@@ -342,7 +389,9 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         runs.check_decisions(run.path, outputs["log_probs"])
         done = episodes["done"].unflatten(1, (len(seat), -1)).movedim(1, 0)  # [M, T, E]
         returns = episodes["return"].unflatten(1, (len(seat), -1))[:, rows, :, seat]
-        earned = torch.stack([(done * returns).sum((1, 2)), done.sum((1, 2))], 1)
+        returns = done * returns
+        earned = torch.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
+        games = done.cpu().numpy(), returns.cpu().numpy()
         if networks.moa is not None and number == rounds - 1:
             metrics |= script.moa_metrics(flags, state.games, networks, transitions, episodes)
         transitions = tree_map(lambda x: x[:, :, :1], transitions)
@@ -359,6 +408,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         if learn and boards is None:
             if guarded:  # PPO learns from what the new weights do, whoever acts
                 transitions, outputs, _ = practise_round()
+                test_steps.add_(transitions.done[0].numel())  # one game of each repetition
             learn_policy(script.real_samples(flags, env.config, transitions, outputs), True)
         elif learn:
             oracle_id.copy_(transitions.oracle_id[:, -1])
@@ -379,24 +429,34 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             metrics[judged] = torch.where(used, new, old)
             metrics[f"{judged} before"] = old.clone()
             metrics["policy changed"] = used
-        yield earned.cpu().numpy(), metrics
+        yield earned.cpu().numpy(), metrics, games
 
 
 def bayes_hunter(args: Args, run: Run, tables: list):
     """As adaptation_loop: the scripted hunter, which neither learns nor remembers a game"""
     env = StagHuntEnv(run.args.config, len(tables) * args.games_at_once, run.device, args.seed)
-    seats = Seats(env, tables, population=run.args.population)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    seats = Seats(env, seated, population=run.args.population)
+    seats = seat_learned(args, seats, tables, as_learners=False)
     seat = seats.learner_seat.flatten()
     rows = torch.arange(env.num_envs, device=run.device)
+
+    def by_table(steps):  # T of [B] -> [M, T, E]
+        return torch.stack(steps).unflatten(1, (len(tables), -1)).movedim(1, 0).cpu().numpy()
+
     for _ in range(args.steps // args.every):
-        earned = torch.zeros(env.num_envs, 2, device=run.device)
+        ended = []
+        returns = []
         for _ in range(args.every):
             actions = sample(seats.action_probs(env.state, bayes_probs(env, seats)))
             _, present_before, done = env.advance(actions)
             seats.update(actions, present_before, done)
-            earned[:, 0] += done * env.final_return[rows, seat]
-            earned[:, 1] += done
-        yield earned.unflatten(0, (len(tables), -1)).sum(1).cpu().numpy(), {}
+            ended.append(done)
+            returns.append(done * env.final_return[rows, seat])
+        done = by_table(ended)
+        returns = by_table(returns)
+        earned = np.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
+        yield earned, {}, (done, returns)
 
 
 def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
@@ -413,7 +473,11 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
         learning_rate=1e-3,
     )
     tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
-    state = run.script.make_train_state(ppo_args, tables, [args.seed], run.device)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    state = run.script.make_train_state(ppo_args, seated, [args.seed], run.device)
+    seats = state.games.seats
+    numbers = list(range(seats.num_envs)) * len(tables)  # in each block all seeds of a run
+    state.games.seats = frozen_players.seat_others(args.other_runs, seats, tables, numbers)
     iteration = capture_later(run, state, functools.partial(run.script.train_iteration, state))
     for number in range(num_iterations):
         rate = ppo_args.learning_rate * (1 - 0.9 * number / num_iterations)
@@ -472,8 +536,10 @@ def make_state(args: Args, run: Run, tables: list, index: list[int], mode: str, 
         subgoal_batch_size=2,
         share_parameters=False,
     )
-    state = run.script.make_train_state(flags, tables, [args.seed], run.device)
+    seated = frozen_players.stand_ins(args.other_runs, tables)
+    state = run.script.make_train_state(flags, seated, [args.seed], run.device)
     runs.load_agents(run, state.networks, index)
+    state.games.seats = seat_learned(args, state.games.seats, tables)
     return state
 
 
@@ -489,6 +555,19 @@ def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
     reached = total >= goal * games
     played = games.cumsum(0)[reached.argmax(0), np.arange(len(goal))] / curve.shape[2]
     return np.where(reached.any(0), played, np.nan)
+
+
+def early_returns(done: np.ndarray, returns: np.ndarray) -> dict[str, np.ndarray]:
+    """Where a game ended in the first steps, bool [M, T, E], and its return [M, T, E] -> means of
+    the early games [M]"""
+    first = done & (done.cumsum(1) == 1)
+    early = done[:, :EARLY_STEPS]
+    means = {}
+    for name, counts in (("first game", first), (f"first {EARLY_STEPS}", early)):
+        total = (counts * returns[:, : counts.shape[1]]).sum((1, 2))
+        number = counts.sum((1, 2))
+        means[name] = total / np.where(number > 0, number, np.nan)
+    return means
 
 
 def check_flags(args: Args) -> None:
@@ -508,6 +587,7 @@ def check_flags(args: Args) -> None:
 def main(args: Args) -> dict[str, float]:
     """-> score by mode and set"""
     run = args.run
+    args.other_runs = load_other_runs(args)
     sets = co_player_sets(args)
     check_flags(args)
     rounds = args.steps // args.every
@@ -521,14 +601,18 @@ def main(args: Args) -> dict[str, float]:
     seeds = args.best_response_seeds
     print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
     curves = {mode: [] for mode in modes}
+    first_rounds = {mode: [] for mode in modes}
+    early_rounds = math.ceil(max(EARLY_STEPS, run.args.config.final_time) / args.every)
     imagined = {}
     metrics = {}
     loops = make_loops(args, run, sets, modes)
 
     def play_all():
         for mode, loop in loops.items():
-            earned, metrics[mode] = next(loop)
+            earned, metrics[mode], games = next(loop)
             curves[mode].append(earned)
+            if len(first_rounds[mode]) < early_rounds:
+                first_rounds[mode].append(games)
             if "imagined return" in metrics[mode]:
                 imagined.setdefault(mode, []).append(metrics[mode]["imagined return"].cpu().numpy())
 
@@ -542,15 +626,20 @@ def main(args: Args) -> dict[str, float]:
         play_all()
     print_metrics(sets, metrics)
     curves = {name: np.reshape(curve, (rounds, len(sets), -1, 2)) for name, curve in curves.items()}
+    early = {}
+    for mode, games in first_rounds.items():
+        done, returns = (np.concatenate(x, 1) for x in zip(*games, strict=True))  # [M, T, E]
+        for name, means in early_returns(done, returns).items():
+            early[f"{mode} {name}"] = means.reshape(len(sets), -1)
     best = None
     if args.references:
         *_, best = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
-    return summarise(args, sets, curves, imagined, metrics, best)
+    return summarise(args, sets, curves, early, imagined, metrics, best)
 
 
 def print_metrics(sets: dict, metrics: dict[str, dict]) -> None:
     for mode, of_mode in metrics.items():
-        if not of_mode:
+        if not of_mode.keys() & set(SHOWN):
             continue
         for k, key in enumerate(sets):
             texts = []
@@ -561,9 +650,10 @@ def print_metrics(sets: dict, metrics: dict[str, dict]) -> None:
             print(f"{mode}, {key}: " + ", ".join(texts))
 
 
-def summarise(args: Args, sets: dict, curves: dict, imagined: dict, metrics: dict, best) -> dict[str, float]:
-    """curves {name: [rounds, sets, repetitions, 2]}, imagined {mode: returns [sets * repetitions] of each round}, best:
-    what best_responses yields at last, or None. Prints and writes the scores. -> score by mode and set"""
+def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[str, float]:
+    """Prints and writes the scores. curves {name: [rounds, sets, repetitions, 2]}, early {column:
+    [sets, repetitions]}, imagined {mode: returns [sets * repetitions] of each round}, best: what
+    best_responses yields at last, or None -> score by mode and set"""
     run = args.run
     config = run.args.config
     quarter = args.steps // args.every // 4
@@ -598,11 +688,19 @@ def summarise(args: Args, sets: dict, curves: dict, imagined: dict, metrics: dic
     for name in args.modes:
         goal = 0.9 * np.array([mean for mean, _ in table[name]])
         more[f"{name} games to 90 %"] = games_until(curves[name], goal) / args.games_at_once
+    for column, means in early.items():
+        more[f"{column} mean"] = means.mean(1)
+    test_steps = {}
+    for name in args.modes:
+        test_steps[name] = metrics[name]["test steps"].reshape(len(sets), -1).cpu().numpy()
+        more[f"{name} test steps"] = test_steps[name].mean(1)
     shape = (len(sets), args.repetitions)
     by_repetition = {
         "seed": np.broadcast_to(run.checkpoint["args"]["seed"] + seed, shape),
         "seat": np.broadcast_to(repetition % config.num_players, shape),
         **scores,
+        **early,
+        **{f"{mode} test steps": x for mode, x in test_steps.items()},
         **{f"{mode} imagined": x for mode, x in imagined.items()},
     }
     write_results(args, list(sets), table, more, by_repetition, curves)
@@ -615,6 +713,8 @@ def summarise(args: Args, sets: dict, curves: dict, imagined: dict, metrics: dic
     for name in args.modes:
         games = [f"{key} {number:.0f}" for key, number in zip(sets, more[f"{name} games to 90 %"], strict=True)]
         print(f"{name}, games until a round reached 90 % of the score: " + ", ".join(games))
+    counted = ", ".join(f"{name} {steps.mean():.0f}" for name, steps in test_steps.items())
+    print(f"test steps of each repetition, real ones beside the {args.steps} that count: {counted}")
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}
 
 

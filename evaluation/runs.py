@@ -279,6 +279,7 @@ def play_games(run: Run, state, each: int, skip: int = 0) -> dict[str, np.ndarra
         counts = (episodes["done"] & (skip < number) & (number <= skip + each))[..., None]
         ended = {
             "games": counts.expand_as(prey),
+            "steps": torch.ones_like(prey),  # also those of games that do not count
             "return": counts * episodes["return"],
             "stag": counts & (prey == game.HUNT_STAG),
             "hare": counts & (prey == game.HUNT_HARE),

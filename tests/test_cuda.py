@@ -302,3 +302,22 @@ def test_adaptation_runs_on_the_gpu(method, tmp_path, monkeypatch):
     rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
     assert set(found) == {f"{row}/{key}" for row in rows for key in ("nearest_hare + random", "waiting + switching")}
     assert all(0 <= value <= 5 for value in found.values()) and found["Bayes hunter/nearest_hare + random"] > 0.5
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+def test_learned_co_players_on_the_gpu(method, tmp_path, monkeypatch):
+    """Part of the CUDA graphs: learners of two runs, one of which remembers, in every mode and reference"""
+    folders = {}
+    flags = TINY_FLAGS | {"config": StagHuntConfig(height=3, width=4, num_hares=3, final_time=6), "num_seeds": 2}
+    for name, of_run in (("one", method), ("A", "ppo"), ("B", "ppo-omg")):
+        args = hop.make_args(of_run, "cuda", **flags, run_dir=str(tmp_path / name))
+        folders[name] = Path(hop.main(args)["checkpoint"]).parent
+    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
+    words = ["--steps", "48", "--every", "8", "--repetitions", "4", "--imagined-games", "4", "--rounds", "1"]
+    words += ["--best-response-steps", "4096", "--sets", "learned"]
+    words += ["--others", f"A={folders['A']}", f"B={folders['B']}"]
+    found = adapt.main(adapt.parse_args([str(folders["one"]), "--device", "cuda", *words]))
+    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    sets = ("3 of A", "3 of B", "2 of A + B", "A + 2 of B")
+    assert set(found) == {f"{row}/{key}" for row in rows for key in sets}
+    assert all(0 <= value <= 5 for value in found.values())

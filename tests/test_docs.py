@@ -293,6 +293,9 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
     searching = {"search", "both", "--planner", "--num-simulations", "hopplus_mcts.py"} & set(words)
     kind = "one" if script == "evaluation/partners.py" else "mcts" if searching else "ppo"
     shutil.copytree(tiny_runs[kind], tmp_path / "RUN")
+    if "--others" in words:
+        shutil.copytree(tiny_runs["mcts"], tmp_path / "runs/RUN_A")
+        shutil.copytree(tiny_runs["one"], tmp_path / "runs/RUN_B")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate, "film", lambda *_: None)
     monkeypatch.setattr(adapt, "SETS", {name: sets[:1] for name, sets in adapt.SETS.items()})

@@ -18,7 +18,7 @@ from pathlib import Path
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
-from evaluation import adapt, cross_play, evaluate, inspector, moa, partners, runs, subgoals
+from evaluation import adapt, cross_play, evaluate, frozen_players, inspector, moa, partners, runs, subgoals
 from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
 
 import numpy as np
@@ -150,6 +150,9 @@ SIGNATURES = {  # how evaluation/ calls them
     "entity_views": "env board walls num_views",
     "co_players": "views",
     "infer_opponents": "args env networks views clock history oracle_id",
+    "perceive": "args env networks infer board walls clock last_joint history oracle_id",
+    "told_subgoals": "args games",
+    "update_history": "args env networks belief joint history done",
     "predict_actions": "args networks belief clock noise",
     "evaluate_policy": "args policy views clock last_joint goals",
     "predict_step": "config world board walls joint seat",
@@ -162,7 +165,7 @@ KEYWORDS = {"goal_noise": {"device"}}  # without a default
 
 @pytest.mark.parametrize("name", ["hopplus_ppo.py", "hopplus_mcts.py"])
 def test_the_scripts_keep_the_contract(name):
-    tools = (runs, evaluate, inspector, adapt, partners, subgoals)
+    tools = (runs, evaluate, inspector, adapt, frozen_players, partners, subgoals)
     needs = {need for tool in tools for need in tool.NEEDS}
     script = runs.load_script(ROOT / name, {"name": name, "sha256": ""}, tuple(needs))
     assert needs == set(SIGNATURES) | {"Args", "GROUPS", "Transitions"}
@@ -176,7 +179,10 @@ def test_the_scripts_keep_the_contract(name):
     assert {"imagination", "share_parameters", *runs.FROZEN, *adapt.LEARNING} <= fields
 
 
-@pytest.mark.parametrize("tool", [runs, evaluate, moa, inspector, adapt, cross_play, partners, subgoals])
+TOOLS = [runs, evaluate, moa, inspector, adapt, frozen_players, cross_play, partners, subgoals]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_names_all_that_it_calls_of_a_script(tool):
     """And evaluation/ has no circle of imports: evaluate.py imports tools, and no tool imports it"""
     text = Path(tool.__file__).read_text()
@@ -711,12 +717,17 @@ def test_what_was_earned_is_the_learners(method, run, tmp_path):
     seen = []
     watch(args, "rollout", seen)
     before = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
-    curve = np.array([earned for earned, _ in loop()])  # [rounds, M, 2]
+    rounds = list(loop())
+    curve = np.array([earned for earned, *_ in rounds])  # [rounds, M, 2]
     for number, (_, (_, _, episodes)) in enumerate(seen):
         for m in range(6):
             ends = [(t, 2 * m + e) for e in range(2) for t in episodes["done"][:, 2 * m + e].nonzero().flatten()]
             expected = sum(float(episodes["return"][t, place, m % 3]) for t, place in ends)
             assert curve[number, m] == pytest.approx([expected, len(ends)])
+            done, returns = (x[m] for x in rounds[number][2])
+            assert np.argwhere(done.T).tolist() == [[place - 2 * m, int(t)] for t, place in ends]
+            expected = [float(episodes["return"][t, place, m % 3]) for t, place in ends]
+            assert returns.T[done.T].tolist() == expected and not returns[~done].any(), "the learner's"
     assert curve.shape == (4, 6, 2) and curve[..., 1].sum() >= 48
     after = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
     assert all(equal(before[name], after[name]) for name in before), "frozen"
@@ -738,7 +749,14 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
             told = {"policy changed": torch.arange(18) % 2 == 0}
             imagined = torch.tensor(dreams if number == 2 else 0 * dreams)  # in round 2 for round 3
             told |= {"imagined return": imagined} if name == "learning" else {}
-            yield np.stack([earned * games, games], 1), told
+            told["test steps"] = torch.arange(18) * (number + 1) * (name == "learning")
+            yield np.stack([earned * games, games], 1), told, tuple(x[:, 8 * number :][:, :8] for x in played[name])
+
+    played = {}  # in which of 32 steps a game ended in each of 2 places, and what it paid
+    for name in names:
+        done = np.arange(32) % 7 == random.integers(4, 7, (18, 2, 1))
+        played[name] = tuple(np.moveaxis(x, 1, 2) for x in (done, done * random.uniform(1, 2, done.shape)))
+    monkeypatch.setattr(adapt, "EARLY_STEPS", 12)
 
     def best_responses(*_):
         yield None
@@ -747,7 +765,18 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
     monkeypatch.setattr(adapt, "make_loops", lambda *_: {name: loop(name) for name in names})
     monkeypatch.setattr(adapt, "best_responses", best_responses)
     found = adapt.main(args)
-    for k, row in enumerate(table_of(folder / "adaptation_learner-random-random_learner-nearest_hare-random.csv")):
+    title = "adaptation_learner-random-random_learner-nearest_hare-random"
+    early = {}
+    for name, (done, returns) in played.items():
+        first = [[returns[m, done[m, :, e].argmax(), e] for e in range(2)] for m in range(18)]
+        early[name, "first game"] = np.mean(first, 1).reshape(2, 9)
+        until = [returns[m, :12][done[m, :12]].mean() for m in range(18)]
+        early[name, "first 12"] = np.reshape(until, (2, 9))
+    for m, row in enumerate(table_of(folder / f"{title}_repetitions.csv")):
+        for (name, column), means in early.items():
+            assert float(row[f"{name} {column}"]) == pytest.approx(means.flat[m], rel=1e-5)
+        assert (int(row["frozen test steps"]), int(row["learning test steps"])) == (0, 4 * m)
+    for k, row in enumerate(table_of(folder / f"{title}.csv")):
         for name in ("frozen", "learning"):
             means = scores[name][k][[0, 1, 2, 6, 7, 8]].mean(), scores[name][k][3:6].mean()
             assert float(row[f"{name} mean"]) == pytest.approx(sum(means) / 2), name
@@ -762,6 +791,10 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
         assert held_out == ([1, 3, 2], [6, 5, 4])[k] and row["best response chosen"] == ("2", "1")[k]
         assert float(row["learning imagined mean"]) - float(row["learning mean"]) == pytest.approx((0.51, 0.49)[k])
         assert row["learning warning"] == ("1", "0")[k]
+        for name in names:
+            found_early = {column: float(row[f"{name} {column} mean"]) for column in ("first game", "first 12")}
+            assert found_early == pytest.approx({column: early[name, column][k].mean() for column in found_early})
+        assert [float(row[f"{name} test steps"]) for name in ("frozen", "learning")] == [0, 4 * (9 * k + 4)]
         low, high = float(row["random mean"]), (3, 2)[k]
         for name in ("Bayes hunter", "frozen", "learning"):
             expected = (float(row[f"{name} mean"]) - low) / (high - low)
@@ -773,7 +806,9 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
     gains = [scores["learning"][k] - scores["frozen"][k] for k in range(2)]
     means = gains[1][[0, 1, 2, 6, 7, 8]].mean(), gains[1][3:6].mean()
     text = f"nearest_hare + random {sum(means) / 2:.3f} ± {12.7062 * abs(means[0] - means[1]) / 2:.3f}"
-    assert text in said.splitlines()[-3], "differences are paired"
+    assert text in said.splitlines()[-4], "differences are paired"
+    line = "test steps of each repetition, real ones beside the 32 that count: frozen 0, learning 34"
+    assert said.splitlines()[-1] == line
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -851,7 +886,7 @@ def test_without_a_world_model_real_games_decide(small, monkeypatch):
         pay = torch.tensor([3.0 if b and len(judged) % 2 else 1.0 for b in better])
         returns = torch.full((2, 4, 3), 9.0)
         returns[0, :, 0], returns[1, :, 1] = pay[0], pay[1] + torch.tensor([0.1, -0.1, 0.1, -0.1])  # seats 0 and 1
-        return {"return": returns.double().numpy()}
+        return {"return": returns.double().numpy(), "steps": np.full(returns.shape, 16.0)}
 
     def played_out(flags, games, *given, **more):
         if games is not state.games:
@@ -866,7 +901,7 @@ def test_without_a_world_model_real_games_decide(small, monkeypatch):
 
     monkeypatch.setattr(adapt, "play_games", play_games)
     args.run.script.rollout, args.run.script.ppo_update = played_out, updated
-    *_, (_, metrics) = loop()
+    *_, (_, metrics, _) = loop()
     assert metrics["policy changed"].tolist() == better and len(judged) == 8 and len(learned) == 4
     assert metrics["held-out return"].tolist() == pytest.approx([3.0 if b else 1.0 for b in better])
     assert metrics["held-out return before"].tolist() == pytest.approx([1.0, 1.0])
@@ -893,10 +928,10 @@ def test_the_guard_counts_the_latest_rounds_most(small, monkeypatch):
         returns = torch.full((2, 4, 3), 9.0)
         for m, margin in enumerate(margins[number]):  # learner m sits in seat m; a standard error of 1
             returns[m, :, m] = (0 if old else margin) + 1.5**0.5 * torch.tensor([1.0, -1.0, 1.0, -1.0])
-        return {"return": returns.double().numpy()}
+        return {"return": returns.double().numpy(), "steps": np.full(returns.shape, 16.0)}
 
     monkeypatch.setattr(adapt, "play_games", play_games)
-    used = [metrics["policy changed"].tolist() for _, metrics in loop()]
+    used = [metrics["policy changed"].tolist() for _, metrics, _ in loop()]
     assert used == [[False, True], [False, False], [True, False], [True, False]]
 
 
@@ -917,7 +952,7 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(adapt, "play_games", watched)
-    _, metrics = next(loop())
+    _, metrics, _ = next(loop())
     begun, results = judged[-1]
     done, returns = (torch.cat([episodes[name] for *_, episodes in results]) for name in ("done", "return"))
     for m in range(3):
@@ -925,6 +960,8 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         mean = sum(float(returns[t, 4 * m + e, m]) for e, t in enumerate(second)) / 4
         assert float(metrics["held-out return before"][m]) == pytest.approx(mean), "the second game of each place"
     assert all(outputs["log_probs"].isfinite().all() for _, outputs, _ in results)
+    steps = sum(len(episodes["done"]) for _, played in judged for *_, episodes in played)
+    assert len(judged) == 2 and metrics["test steps"].tolist() == [4 * steps + 8] * 3, "in 4 places; 8 in practice"
     now, before = state.games.history[:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     decay = hopplus_ppo.history_decay(state.args)
     kept = decay * (before + now)
@@ -943,9 +980,8 @@ def test_nothing_is_decided_by_what_is_no_number(judged, run, small, monkeypatch
     script = args.run.script
     sentence = f"{judged} return is no number in 1 of 2 repetitions"
     if judged == "held-out":
-        monkeypatch.setattr(
-            adapt, "play_games", lambda *_, **__: {"return": np.array([3 * [[1.0] * 3], 3 * [[math.nan] * 3]])}
-        )
+        played = {"return": np.array([3 * [[1.0] * 3], 3 * [[math.nan] * 3]]), "steps": np.ones((2, 3, 3))}
+        monkeypatch.setattr(adapt, "play_games", lambda *_, **__: played)
     elif judged == "imagined":
         imagine = script.imagine
 
@@ -993,7 +1029,7 @@ def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     train = script.train_opponent_models
     script.opponent_model_losses = judged
     script.train_opponent_models = lambda *given: (train(*given), learned.append(weights(moa)))[0]
-    *_, (_, metrics) = loop()
+    *_, (_, metrics, _) = loop()
     assert metrics["MOA changed"].tolist() == better and len(calls) == 8 and len(learned) == 4
     assert all(equal(found, before) for found in calls[::2]), "the old one is always judged as it came"
     assert equal(calls[1], before) and all(equal(calls[2 * k + 1], learned[k - 1]) for k in (1, 2, 3)), (
@@ -1037,7 +1073,7 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, run):
     rounds = loop()
     for _ in range(2):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
-        _, metrics = next(rounds)
+        _, metrics, _ = next(rounds)
     used = [True, True] if mode == "unguarded" else better
     assert metrics["policy changed"].tolist() == used and len(judged) == 4 and len(learned) == 2
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
@@ -1053,9 +1089,10 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     args, state, loop = adaptation(run[0], repetitions=6)
     starts, rounds = [], loop()
     watch(args, "imagine", starts)
-    next(rounds)
+    _, metrics, _ = next(rounds)
     (flags, _, _, start, mask, horizon), _ = starts[0]
     assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
+    assert metrics["test steps"].tolist() == [0] * 6
     decay = hopplus_ppo.history_decay(flags)
     now, before = state.games.history[:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"

@@ -167,6 +167,23 @@ def test_a_killed_run_goes_on_bit_for_bit_and_only_one_process_may(whole, tmp_pa
     assert same_tree(*found) and load(kept)["iteration"] == iteration + 3
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    """Also if none saw the others' folders when it looked, and with seeds in common"""
+    monkeypatch.setattr(game.time, "time", lambda: 1000.5)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    runs = []
+    for seed in (2, 1, 1, 2):
+        args = hop.make_args("ppo", "cpu", **PPO | {"num_seeds": 2, "seed": seed}, run_dir=str(tmp_path / "runs"))
+        runs.append(Run(args, "any", None, 0))
+    folders = [[folder.name.split("__")[2:] for folder in run.folders] for run in runs]
+    assert folders == [[["2", "1000"], ["3", "1000"]], [["1", "1001"], ["2", "1001"]],
+                       [["1", "1002"], ["2", "1002"]], [["2", "1003"], ["3", "1003"]]]  # fmt: skip
+    made = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert made == {folder.name for run in runs for folder in run.folders}, "and leave no others"
+    for run in runs:
+        run.close()
+
+
 @pytest.mark.parametrize("how", ["moved", "copied"])
 def test_a_run_goes_on_where_its_checkpoint_lies(how, whole, tmp_path):
     checkpoint = half_run(tmp_path / "runs", num_seeds=2)

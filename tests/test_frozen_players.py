@@ -1,0 +1,198 @@
+"""Frozen learners of other runs as co-players: `adapt.py --sets learned`"""
+
+import csv
+import dataclasses
+
+import hopplus_mcts
+import hopplus_ppo
+import stag_hunt_env as game
+from evaluation import adapt, evaluate, frozen_players, runs
+from stag_hunt_env import STAY, StagHuntConfig
+
+import pytest
+import torch
+from test_evaluation import FAST, read, untrained, watch
+
+CONFIG = StagHuntConfig(height=3, width=4, num_hares=3, final_time=6)
+SMALL = {"config": CONFIG, "num_seeds": 1}
+
+
+def refusal(*words):
+    with pytest.raises(game.UserError) as error:
+        adapt.main(read(adapt, *words))
+    return str(error.value)
+
+
+def table_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_sets():
+    trio = {"3 of A": ("A",) * 3, "3 of B": ("B",) * 3}
+    assert frozen_players.sets_of(["A"]) == {"3 of A": ("A",) * 3}
+    mixed = {"2 of A + B": ("A", "A", "B"), "A + 2 of B": ("A", "B", "B")}
+    assert frozen_players.sets_of(["A", "B"]) == {**trio, **mixed}
+    assert list(frozen_players.sets_of(["A", "B", "C"])) == ["3 of A", "3 of B", "3 of C", "A + B + C"]
+    four = frozen_players.sets_of(["A", "B", "C", "D"])
+    assert list(four)[4:] == ["A + B + C", "B + C + D", "C + D + A", "D + A + B"]
+    assert four["D + A + B"] == ("D", "A", "B")
+
+
+def test_what_cannot_sit_there_is_refused(tmp_path):
+    path = untrained(tmp_path / "one", **SMALL)
+    other = untrained(tmp_path / "other", **SMALL | {"config": dataclasses.replace(CONFIG, num_hares=2)})
+    three_players = untrained(tmp_path / "three")
+    learned = [path, *FAST, "--sets", "learned"]
+    before = set(tmp_path.rglob("*"))
+    assert refusal(*learned).startswith("--sets learned needs runs whose learners are the co-players")
+    assert refusal(path, "--others", path) == "--others are the co-players of --sets learned"
+    seats = ["--seats", "learner,random,random,random"]
+    assert refusal(*learned, "--others", path, *seats) == "--sets learned and --seats: choose one of them"
+    sentence = refusal(*learned, "--others", f"B={other}")
+    assert sentence == f"--others B={other}: it was trained on another game, with --num-hares 2 instead of 3"
+    assert "two runs are called ppo seed 1: name them" in refusal(*learned, "--others", path, path)
+    assert "two runs are called A" in refusal(*learned, "--others", f"A={path}", f"A={path}")
+    assert "random is what seats hold already" in refusal(*learned, "--others", f"random={path}")
+    assert "the name is missing" in refusal(*learned, "--others", f"={path}")
+    nowhere = tmp_path / "nowhere"
+    assert refusal(*learned, "--others", f"A={nowhere}").startswith(f"--others {nowhere}: there is no checkpoint")
+    sentence = refusal(three_players, "--sets", "learned", "--others", three_players)
+    assert sentence.startswith("--sets learned has 3 co-players, this game has 2")
+    assert set(tmp_path.rglob("*")) == before, "before anything is written"
+
+
+def test_names(tmp_path, monkeypatch):
+    path = untrained(tmp_path, "ppo-omg", seed=4, **SMALL)
+    path.rename(tmp_path / "a=b.pt")
+    monkeypatch.chdir(tmp_path)
+    others = frozen_players.load_others(("a=b.pt", f"X={tmp_path}/a=b.pt", f"Y={tmp_path / 'a=b.pt'}"), "cpu", CONFIG)
+    assert list(others) == ["ppo-omg seed 4", "X", "Y"]
+
+
+def test_another_run_does_not_change_how_the_gpu_multiplies(tmp_path):
+    path = untrained(tmp_path, precision="fp32", **SMALL)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    frozen_players.load_others((str(path),), "cpu", CONFIG)
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_takes_a_seat(shared, tmp_path):
+    """Whoever learned in it, else the first learner; the seeds by turns"""
+    path = untrained(tmp_path, seats="random,learner,mixed,learner", share_parameters=shared, config=CONFIG)
+    run = read(evaluate, path).run
+    found = [[frozen_players.learner_at(run, seat, number) for seat in range(4)] for number in range(3)]
+    assert found == ([[0] * 4, [1] * 4, [0] * 4] if shared else [[0, 0, 0, 1], [2, 2, 2, 3], [0, 0, 0, 1]])
+
+
+def test_places(tmp_path):
+    """Learner 0 sits in three places, 1 in one, 2 in none, 3 in two"""
+    run = read(evaluate, untrained(tmp_path, **SMALL)).run
+    tables = [["A", "A", "learner", "B"], ["A", "learner", "B", "A"], ["A", "B", "learner", "A"]]
+    places = frozen_players.find_places(run, "A", tables, [0, 1, 2], "cpu")
+    assert places.learners == [0, 1, 3]
+    assert places.game.tolist() == [[0, 1, 2], [0, 0, 0], [1, 2, 1]]
+    assert places.seat.tolist() == [[0, 0, 0], [1, 1, 1], [3, 3, 3]]
+    assert places.filled.tolist() == [[name == "A" for name in table] for table in tables]
+    assert places.row[places.filled].tolist() == [0, 3, 1, 6, 2, 7]
+
+
+CASES = {
+    "ppo": (hopplus_ppo, {}),
+    "hopplus": (hopplus_ppo, {"share_parameters": True}),
+    "hop": (hopplus_mcts, {"goal_dim": 2}),
+    "hop-ours": (hopplus_mcts, {"goal_dim": 2}),
+    "hopplus-mcts": (hopplus_mcts, {"config": dataclasses.replace(CONFIG, max_wall_pieces=1)}),
+    "oracle": (hopplus_ppo, {"subgoals": "oracle"}),
+    "posterior": (hopplus_ppo, {"subgoals": "posterior"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_play_as_they_do_where_they_learn(case, tmp_path):
+    """Beside each learner a frozen copy watches from its seat: whatever happens, it would do the same"""
+    script, changes = CASES[case]
+    method = case if "subgoals" not in changes else "ppo-omg"
+    path = untrained(tmp_path, method, script=script, **{**SMALL, **changes})
+    words = [path, *FAST, "--sets", "learned", "--others", f"A={path}", "--repetitions", 4, "--games-at-once", 3]
+    args = read(adapt, *words)
+    run = args.run
+    args.other_runs = adapt.load_other_runs(args)
+    tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
+    assert tables[1] == ["A", "learner", "A", "A"]
+    state = adapt.make_state(args, run, tables, index, "frozen", imagination=False)
+    seats = state.games.seats
+    by_game = [table for table in tables for _ in range(3)]
+    watching = frozen_players.find_places(run, "learner", by_game, [0] * 12, "cpu")
+    watcher = frozen_players.FrozenPlayers(run, state.games.env, watching)
+    said = []
+    watched = watcher.probs
+    watcher.probs = lambda state: said.append(watched(state)) or said[-1]
+    seats.groups.append(watcher)
+    seats.filled.append(torch.zeros_like(watching.filled))
+    transitions, outputs, episodes = runs.play(run, state, 20)
+    own = [seats.to_learners(probs) for probs in said]
+    torch.testing.assert_close(torch.stack(own, 1), outputs["log_probs"].exp())
+    assert episodes["done"].sum(0).min() >= 3, "over several games"
+    assert (transitions.joint != STAY).any()
+    torch.testing.assert_close(watcher.history.flatten(0, 1), state.games.history.flatten(0, 1))
+    if watcher.networks.inference is not None:
+        assert watcher.history.any() and seats.groups[0].history.any()
+        assert torch.equal(episodes["bayes_probs"], episodes["probs"]), "of a learner nothing better is known"
+    assert (seats.kinds == game.LEARNER).all(), "whoever is told who sits there is told: learners"
+    assert not watcher.args.imagination and getattr(watcher.args, "planner", "none") == "none"
+
+
+def test_adaptation_to_them(tmp_path, monkeypatch):
+    """Of A seed 1 stays for ever and seed 2 acts at random; B, which had one learner, stays for ever"""
+    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 8)
+    path = untrained(tmp_path / "run", "ppo-omg", **SMALL)
+    a = untrained(tmp_path / "a", stays=[True] * 4 + [False] * 4, config=CONFIG)
+    b = untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SMALL)
+    words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"B={b}", "--repetitions", 4, "--games-at-once", 2]
+    words += ["--modes", "frozen", "learning", "--best-response-steps", 64, "--best-response-seeds", 2]
+    args = read(adapt, path, *words)
+    played, states, metrics = [], [], []
+    watch(args, "rollout", played)
+    watch(args, "make_train_state", states)
+    watch(args, "moa_metrics", metrics)
+    hunters, action_probs = [], frozen_players.LearnedSeats.action_probs
+
+    def watched(seats, *given):
+        probs = action_probs(seats, *given)
+        if (seats.kinds != game.LEARNER).any():  # to the Bayes hunter they are strangers
+            hunters.append((probs, seats.posterior()))
+        return probs
+
+    monkeypatch.setattr(frozen_players.LearnedSeats, "action_probs", watched)
+    found = adapt.main(args)
+    sets = ["3 of A", "3 of B", "2 of A + B", "A + 2 of B"]
+    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
+    assert set(found) == {f"{name}/{key}" for name in rows for key in sets}
+    expected = [["A"] * 3, ["B"] * 3, ["A", "A", "B"], ["A", "B", "B"]]
+
+    moved = {}
+    for _, (transitions, *_) in played:
+        moves = (transitions.joint[..., 1:] != STAY).any(1)  # [M, E, K]
+        kind = tuple(moves.shape[:2])
+        moved[kind] = moved.get(kind, False) | moves
+    assert moved.keys() == {(16, 2), (16, 1), (16, 4), (8, 8)}, "scored, practised, held out, best responses"
+    for (blocks, places), moves in moved.items():
+        names = [x for x in expected for _ in range(blocks // 4)]
+        is_a = torch.tensor([[name == "A" for name in each] for each in names])
+        number = torch.arange(blocks)[:, None] % 4 if blocks == 16 else torch.arange(places)
+        second_seed = (number % 2 == 1).expand(blocks, places)
+        assert torch.equal(moves, is_a[:, None] & second_seed[..., None]), "in a best response by turns too"
+    for _, of_moa in metrics:
+        ceiling = of_moa["moa/ceiling/nll"].view(4, 4)
+        assert (ceiling[1] == 0).all() and (ceiling[0, ::2] == 0).all() and (ceiling[0, 1::2] > 0.5).all()
+    probs, posterior = hunters[-1]
+    others = torch.tensor([[seat != b // 2 % 4 for seat in range(4)] for b in range(32)])
+    assert (probs[8:16][others[8:16]][:, STAY] == 1).all()
+    assert any((later[8:16][others[8:16]] != 1 / 3).any() for _, later in hunters), "it guesses who they are"
+    assert posterior.shape == (32, 4, 3)
+    for end in (".csv", "_repetitions.csv", "_curve.csv", ".png"):
+        assert (tmp_path / f"run/adaptation_learned{end}").stat().st_size > 0
+    assert [row["co_players"] for row in table_of(tmp_path / "run/adaptation_learned.csv")] == sets
+    assert all(found[f"{name}/3 of B"] <= 1 for name in ("frozen", "best response")), "nobody hunts stags with it"
