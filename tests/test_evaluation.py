@@ -711,7 +711,7 @@ def test_what_was_earned_is_the_learners(method, run, tmp_path):
     seen = []
     watch(args, "rollout", seen)
     before = {name: weights(x) for name, x in state.networks._asdict().items() if x is not None}
-    curve = np.array([earned for earned, _ in loop()])  # [rounds, M, 2]
+    curve = np.array([earned for earned, *_ in loop()])  # [rounds, M, 2]
     for number, (_, (_, _, episodes)) in enumerate(seen):
         for m in range(6):
             ends = [(t, 2 * m + e) for e in range(2) for t in episodes["done"][:, 2 * m + e].nonzero().flatten()]
@@ -866,7 +866,7 @@ def test_without_a_world_model_real_games_decide(small, monkeypatch):
 
     monkeypatch.setattr(adapt, "play_games", play_games)
     args.run.script.rollout, args.run.script.ppo_update = played_out, updated
-    *_, (_, metrics) = loop()
+    *_, (_, metrics, _) = loop()
     assert metrics["policy changed"].tolist() == better and len(judged) == 8 and len(learned) == 4
     assert metrics["held-out return"].tolist() == pytest.approx([3.0 if b else 1.0 for b in better])
     assert metrics["held-out return before"].tolist() == pytest.approx([1.0, 1.0])
@@ -896,7 +896,7 @@ def test_the_guard_counts_the_latest_rounds_most(small, monkeypatch):
         return {"return": returns.double().numpy()}
 
     monkeypatch.setattr(adapt, "play_games", play_games)
-    used = [metrics["policy changed"].tolist() for _, metrics in loop()]
+    used = [metrics["policy changed"].tolist() for _, metrics, _ in loop()]
     assert used == [[False, True], [False, False], [True, False], [True, False]]
 
 
@@ -917,7 +917,7 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(adapt, "play_games", watched)
-    _, metrics = next(loop())
+    _, metrics, _ = next(loop())
     begun, results = judged[-1]
     done, returns = (torch.cat([episodes[name] for *_, episodes in results]) for name in ("done", "return"))
     for m in range(3):
@@ -993,7 +993,7 @@ def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     train = script.train_opponent_models
     script.opponent_model_losses = judged
     script.train_opponent_models = lambda *given: (train(*given), learned.append(weights(moa)))[0]
-    *_, (_, metrics) = loop()
+    *_, (_, metrics, _) = loop()
     assert metrics["MOA changed"].tolist() == better and len(calls) == 8 and len(learned) == 4
     assert all(equal(found, before) for found in calls[::2]), "the old one is always judged as it came"
     assert equal(calls[1], before) and all(equal(calls[2 * k + 1], learned[k - 1]) for k in (1, 2, 3)), (
@@ -1037,7 +1037,7 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, run):
     rounds = loop()
     for _ in range(2):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
-        _, metrics = next(rounds)
+        _, metrics, _ = next(rounds)
     used = [True, True] if mode == "unguarded" else better
     assert metrics["policy changed"].tolist() == used and len(judged) == 4 and len(learned) == 2
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
