@@ -48,19 +48,11 @@ def load_run(paths: list[str], device: str, words: list[str] | None = None) -> R
     paths = [game.find_checkpoint(path) for path in paths]
     saved = {path: load_checkpoint(path) for path in paths}
     by_seed = sorted(paths, key=lambda path: saved[path]["args"].seed)
-    first = saved[paths[0]]["args"]
-    flags = first
+    flags = saved[paths[0]]["args"]
     if words:
-        flags = game.parse(ppo_gru.Args, ppo_gru.GROUPS, first, words)
+        flags = game.parse(ppo_gru.Args, ppo_gru.GROUPS, flags, words)
         game.check_ranges(flags)
-    flags = dataclasses.replace(
-        flags,
-        device=device,
-        num_seeds=len(paths),
-        redraw="never",
-        unsteady=0.0,
-        state_reset_prob=0.0,
-    )
+    flags = dataclasses.replace(flags, device=device, num_seeds=len(paths), state_reset_prob=0.0)
     fresh = ppo_gru.Agent(flags, [0]).state_dict()
     for path in paths:
         for name, p in fresh.items():
@@ -69,12 +61,12 @@ def load_run(paths: list[str], device: str, words: list[str] | None = None) -> R
             game.refuse(not fits, f"{path}: {name} is missing or is not that of {paths[0]}'s flags")
     weights = {name: torch.cat([saved[path]["agent"][name] for path in by_seed]) for name in fresh}
     torch.backends.cuda.matmul.allow_tf32 = True  # as in training
+    seeds = [saved[path]["args"].seed for path in by_seed]
     checkpoint = {
-        "args": dataclasses.asdict(flags) | {"redraw": first.redraw, "share_parameters": False},
+        "args": dataclasses.asdict(flags) | {"seed": seeds[0], "share_parameters": False},
         "states": [{"networks": {"agent": weights}}],
-        "seeds": [saved[path]["args"].seed for path in by_seed],
+        "seeds": seeds,
     }
-    checkpoint["args"]["seed"] = checkpoint["seeds"][0]
     return Run(paths[0], checkpoint, ppo_gru, flags, game.resolve_device(device))
 
 
