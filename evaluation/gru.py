@@ -8,6 +8,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
@@ -83,6 +84,72 @@ def load_agent(run: Run, index: list[int]) -> ppo_gru.Agent:
     for name, p in agent.named_parameters():
         p.data = run.networks["agent"][name][index]
     return agent.to(run.device)
+
+
+# ---- As co-players
+
+
+class OwnSeats(NamedTuple):
+    """What agent_inputs of ppo_gru.py asks of Seats, for any seats of any games"""
+
+    place: torch.Tensor  # int64 [n]
+    seat: torch.Tensor  # int64 [n]
+
+    def to_learners(self, x):
+        """[B, N, ...] by seat -> [1, n, ...]"""
+        return x[self.place, self.seat][None]
+
+    def per_learner(self, x):
+        """[B, ...] -> [1, n, ...]"""
+        return x[self.place][None]
+
+
+class GruPlayers:
+    """A frozen learner of one seed in those seats that `is_own` bool [B, N] names. In each step call `probs`, step the
+    games, then `update`. All that goes on is changed in place. What is remembered outlasts a game as in training, and
+    is never lost by chance."""
+
+    def __init__(self, path: str | Path, env: game.StagHuntEnv, is_own: torch.Tensor):
+        run = load_run([path], str(env.device))
+        here = dataclasses.asdict(env.config)
+        trained = dataclasses.asdict(run.args.config)
+        differ = [f"{name} {value}" for name, value in trained.items() if value != here[name]]
+        game.refuse(bool(differ), f"{run.path} was trained in another game: {', '.join(differ)}")
+        self.env = env
+        self.keep_state = run.args.keep_state
+        self.agent = load_agent(run, [0])
+        self.own = OwnSeats(*is_own.to(env.device).nonzero(as_tuple=True))
+        rows = (1, len(self.own.place))
+        self.memory = ppo_gru.first_rollout_state(run.args, rows, env.device)
+        self.next_state = self.memory.state.clone()  # of the GRU, once the step is played
+        self.before = game.copy_state(env.state)  # the games at the last `probs`
+
+    @torch.no_grad()
+    def probs(self, state: game.State) -> torch.Tensor:
+        """[B, N, 7]; 0 where others sit"""
+        x = ppo_gru.agent_inputs(self.env, state, self.own, self.memory)
+        legal = self.own.to_learners(self.env.legal_actions(state))
+        reset = self.memory.reset
+        log_probs, _, next_state = self.agent(x[:, None], legal[:, None], reset[:, None], self.memory.state)
+        self.next_state.copy_(next_state)
+        for kept, now in zip(self.before, state, strict=True):
+            kept.copy_(now)
+        probs = torch.zeros(*state.position.shape, game.NUM_ACTIONS, device=state.position.device)
+        probs[self.own.place, self.own.seat] = log_probs[0, 0].exp()
+        return probs
+
+    @torch.no_grad()
+    def update(self, actions: torch.Tensor, done: torch.Tensor) -> None:
+        """actions [B, N], done [B] of the step that was played after `probs`"""
+        _, reward, _, _ = self.env.transition(self.before, actions)
+        joint = self.own.to_learners(self.env.seats_to_ego(actions))
+        forget = self.own.per_learner(done)
+        if self.keep_state:
+            forget = torch.zeros_like(forget)
+        self.memory.state.copy_(self.next_state)
+        self.memory.last_joint.copy_(joint.masked_fill(forget[..., None], game.STAY))
+        self.memory.last_reward.copy_(self.own.to_learners(reward).masked_fill(forget, 0.0))
+        self.memory.reset.copy_(forget)
 
 
 # ---- Learning as they play

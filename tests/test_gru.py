@@ -1,6 +1,7 @@
 """Learners of ppo_gru.py in the tools of evaluation/: frozen, learning as they play, and as co-players of others"""
 
 import csv
+import dataclasses
 import itertools
 
 import stag_hunt_env as game
@@ -209,6 +210,63 @@ def test_held_out_games_and_steps_are_counted(tmp_path, monkeypatch):
         assert float(mean[m]) == pytest.approx(np.mean(second))
         assert float(squared_error[m]) == pytest.approx(np.var(second, ddof=1) / 5)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As a co-player
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"prosocial": True, "time_reward": -0.1, "max_wall_pieces": 1, "height": 4}])
+def test_a_co_player_acts_as_in_training(keeps, changes, tmp_path, monkeypatch):
+    """Beside itself, in rollouts of ppo_gru.py, over many games: in every step the same probabilities, and elsewhere 0.
+    A player in two seats of half of the games has a memory for each."""
+    config = dataclasses.replace(CONFIG, **changes)
+    paths = untrained(tmp_path, keep_state=keeps, config=config)
+    run = gru.load_run(paths[:1], "cpu")
+    args = dataclasses.replace(run.args, num_steps=40, num_envs=6)
+    env, seats, rollout_state = ppo_gru.make_games(args, ["random,learner,nearest_stag"])
+    agent = gru.load_agent(run, [0])
+    is_own = torch.tensor([[False, True, False]]).repeat(6, 1)
+    alone = gru.GruPlayers(paths[0], env, is_own)
+    is_own[::2, 2] = True
+    twice = gru.GruPlayers(paths[0], env, is_own)
+    action_probs, step, steps = seats.action_probs, env.step, []
+
+    def watched_probs(state, learner_probs):
+        ours, both = alone.probs(state), twice.probs(state)
+        assert torch.equal(alone.probs(state), ours), "asked again, it says the same"
+        torch.testing.assert_close(ours[:, 1], learner_probs[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(both[:, 1], learner_probs[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(both.sum(2), is_own.float())
+        assert not ours[:, [0, 2]].any() and not both[1::2, 2].any()
+        steps.append(both.clone())
+        return action_probs(state, learner_probs)
+
+    def watched_step(actions):
+        result = step(actions)
+        alone.update(actions, result[3])
+        twice.update(actions, result[3])
+        return result
+
+    monkeypatch.setattr(seats, "action_probs", watched_probs)
+    monkeypatch.setattr(env, "step", watched_step)
+    batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
+    assert len(steps) == 40 and batch["done"].sum() >= 6 * 5
+    for ours, theirs in zip(alone.memory, rollout_state, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    others = torch.stack(steps)[:, ::2]
+    assert (others[:, :, 2] - others[:, :, 1]).abs().max() > 1e-3
+
+
+def test_a_co_player_of_another_game_is_refused(tmp_path):
+    paths = untrained(tmp_path)
+    env = game.StagHuntEnv(dataclasses.replace(CONFIG, width=5))
+    with pytest.raises(game.UserError, match=r"0.pt was trained in another game: width 4$"):
+        gru.GruPlayers(paths[0], env, torch.ones(1, 3, dtype=torch.bool))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wrong flags
 
 WRONG = {
     "references": ("--references", "--references are not for a run of ppo_gru.py"),
