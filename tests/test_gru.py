@@ -6,7 +6,7 @@ import itertools
 
 import stag_hunt_env as game
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, gru
+from evaluation import adapt, gru, partners
 
 import numpy as np
 import pytest
@@ -149,10 +149,10 @@ def test_unguarded_learners_learn_from_their_first_game_and_act_with_it(tmp_path
 
 def test_guarded_learners_keep_their_weights_unless_the_new_ones_are_better(tmp_path, monkeypatch):
     """Tests are made up here: of six learners 0 to 2 gain a lot, 3 loses, 4 and 5 gain less than two standard errors.
-    In the second round 0 to 2 lose as much, 4 gains as much once more."""
+    In the second round 0 to 2 lose as much, 4 and 5 gain once more, 5 too little."""
     calls = []
     error = torch.full((6,), 0.125)
-    gains = torch.tensor([[4.0, 4.0, 4.0, -4.0, 0.9, 0.9], [-4.0, -4.0, -4.0, 0.0, 1.0, -0.9]])
+    gains = torch.tensor([[4.0, 4.0, 4.0, -4.0, 0.9, 0.9], [-4.0, -4.0, -4.0, 0.0, 1.0, 0.5]])
 
     def play_held_out(run, flags, agent, games):
         calls.append(gru.copy_params(agent))
@@ -174,7 +174,7 @@ def test_guarded_learners_keep_their_weights_unless_the_new_ones_are_better(tmp_
         assert torch.equal(p[:3], new[name][:3]) and torch.equal(p[3:], old[name][3:]), name
         assert (new[name] != old[name]).flatten(1).any(1).all(), name
     _, second, _ = next(rounds)
-    # 0.7 * 0.9 + 1.0 > 2 * sqrt(0.25 * (1 + 0.49)) > 0.7 * 4 - 4, 0.7 * 0.9 - 0.9
+    # 0.7 * 0.9 + 1.0 = 1.63 > 2 * sqrt(0.25 * (1 + 0.7**2)) = 1.22 > 1.13 = 0.7 * 0.9 + 0.5
     assert second["policy changed"].tolist() == [False] * 4 + [True, False]
     assert second["test steps"].tolist() == [416] * 6
     assert all(torch.equal(p, calls[3][name]) for name, p in old.items()), "compared with what it came with"
@@ -263,6 +263,30 @@ def test_a_co_player_of_another_game_is_refused(tmp_path):
     env = game.StagHuntEnv(dataclasses.replace(CONFIG, width=5))
     with pytest.raises(game.UserError, match=r"0.pt was trained in another game: width 4$"):
         gru.GruPlayers(paths[0], env, torch.ones(1, 3, dtype=torch.bool))
+
+
+@pytest.mark.cuda
+def test_all_of_it_runs_on_a_gpu(tmp_path):
+    """And a co-player never waits for the host"""
+    paths = untrained(tmp_path)
+    words = [*FAST.replace("cpu", "cuda").split(), *SEATS.split(), "--modes", "frozen", "unguarded", "learning"]
+    scores = adapt.main(adapt.parse_args([*paths, *words]))
+    assert len(scores) == 3 and all(0 <= score <= 10 for score in scores.values())
+    flags = {"modes": ("frozen", "learning"), "num_games": 3, "places": 8, "meetings": 4, "device": "cuda"}
+    found = partners.main(partners.Args(paths=tuple(paths), **flags))
+    assert found.keys() == {"return", "learning"}
+    env = game.StagHuntEnv(CONFIG, 8, "cuda", 1)
+    players = gru.GruPlayers(paths[0], env, torch.ones(8, 3, dtype=torch.bool))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            probs = players.probs(env.state)
+            actions = game.sample(probs)
+            _, _, done = env.advance(actions)
+            players.update(actions, done)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(probs.sum(2), torch.ones(8, 3, device="cuda"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
