@@ -25,7 +25,8 @@ Rule-based players are `random` (uniform over the legal actions); `nearest_stag`
 (a shortest path to such prey, then hunts it); `first_stag` and `last_stag` (the same with the
 living stag of the lowest or highest cell number). Strangers belong to no population that learners
 train with: `noisy_stag` and `noisy_hare` (one action in five as `random`); `waiting` (walks to the
-nearest stag and stays there); `switching` (`nearest_stag` in one game, `nearest_hare` in the next).
+nearest stag and stays there); `left_stag` (hunts the living stag that is farthest to the left, of
+several the nearest); `switching` (`nearest_stag` in one game, `nearest_hare` in the next).
 With no such prey left they act as `random`; `waiting` stays.
 """
 
@@ -456,7 +457,8 @@ class StagHuntEnv:
 
     def distance_to_prey(self, state: State, hunt_action: int, bound: str | None = None) -> Tensor:
         """int32 [B, H*W]: steps from each cell to the nearest living prey of that kind, around walls;
-        FAR if there is none. `bound`: only the "first" or the "last" of them counts, by cell number."""
+        FAR if there is none. `bound`: only the "first" or the "last" of them counts, by cell number, or
+        those farthest to the "left"."""
         stags = self.config.num_stags
         kind = slice(0, stags) if hunt_action == HUNT_STAG else slice(stags, None)
         prey = state.prey_position[:, kind]
@@ -464,7 +466,8 @@ class StagHuntEnv:
         if prey.shape[1] == 0:
             return torch.full_like(state.walls, FAR, dtype=torch.int32)
         if bound is not None:
-            rank = prey if bound == "first" else -prey
+            ranks = {"first": prey, "last": -prey, "left": prey % self.config.width}
+            rank = ranks[bound]
             counts = counts & (rank == torch.where(counts, rank, FAR).amin(1, keepdim=True))
         distance = torch.where(counts[..., None], self.manhattan[prey], FAR).amin(1)
         if self.config.max_wall_pieces:
@@ -678,6 +681,7 @@ STRANGER_PROBS: dict[str, Callable] = {
     "noisy_stag": partial(hunter_probs, prey=HUNT_STAG, noise=0.2),
     "noisy_hare": partial(hunter_probs, prey=HUNT_HARE, noise=0.2),
     "waiting": partial(hunter_probs, prey=HUNT_STAG, waits=True),
+    "left_stag": partial(hunter_probs, prey=HUNT_STAG, bound="left"),
 }
 # The rule of `switching` goes by the number of the game, which a state does not hold.
 STRANGERS = (*STRANGER_PROBS, "switching")

@@ -5,6 +5,7 @@
     python evaluation/adapt.py runs/RUN --sets learned --others A=runs/RUN_A B=runs/RUN_B
     python evaluation/adapt.py runs/RUN --seats learner,random,random,nearest_stag --no-references
     python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
+    python evaluation/adapt.py runs/ppo_gru__* --no-references      # the recurrent baseline: all its seeds
 
 RUN, `--script` and what follows `--`: as in evaluate.py. Each set plays `--steps` steps, `--repetitions` times, the
 learner in each seat in turn (one that was alone with rule-based players sits in all). It sits in `--games-at-once`
@@ -35,8 +36,22 @@ from typing import Annotated, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from benchmarks.scripted import bayes_probs
-from evaluation import frozen_players, runs
-from evaluation.runs import Run, RunFlags, Seated, interval, learner_index, mean_text, play, play_games, write_csv
+from evaluation import frozen_players, gru, runs
+from evaluation.runs import (
+    DECAY,
+    Run,
+    RunFlags,
+    Seated,
+    check_returns,
+    copy_params,
+    interval,
+    learner_index,
+    mean_text,
+    play,
+    play_games,
+    select_params,
+    write_csv,
+)
 from stag_hunt_env import (
     Count,
     NonNegative,
@@ -90,7 +105,6 @@ SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA chan
          "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
 BEST_RESPONSE_GAMES = 512
 EARLY_STEPS = 400
-DECAY = 0.7  # of what old and new weights earned: how much a round counts beside the next
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
@@ -115,6 +129,8 @@ LEARNING = (  # flags of the script, as they are here
 
 @dataclasses.dataclass
 class AdaptFlags:
+    other_seeds: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATHS")]] = ()
+    """of ppo_gru.py, where each seed has its own run folder: those of the other seeds"""
     sets: Literal["standard", "strangers", "learned"] = "standard"
     """sets of three co-players: known to everybody's models; not even to these; learners of
     --others, frozen"""
@@ -160,13 +176,26 @@ class AdaptFlags:
 @dataclasses.dataclass
 class Args(RunFlags, AdaptFlags):
     path: str = tyro.MISSING
+    other_seeds: tuple[str, ...] = ()
     run: Run | None = None
     other_runs: dict[str, Run] = dataclasses.field(default_factory=dict)  # main loads them
 
 
 def parse_args(words: list[str]) -> Args:
     defaults = {} if torch.cuda.is_available() else ON_CPU
-    return runs.parse_args(words, Args, {"run": RunFlags, "adaptation": AdaptFlags}, NEEDS, **defaults)
+    groups = {"run": RunFlags, "adaptation": AdaptFlags}
+    return runs.parse_args(words, Args, groups, NEEDS, load=load_run, **defaults)
+
+
+def load_run(args: Args, words: list[str], needs: tuple[str, ...]) -> Run:
+    if gru.is_gru(args.path):
+        game.refuse(args.references, "--references are not for a run of ppo_gru.py: use --no-references")
+        game.refuse(args.script is not None, f"--script {args.script} is not for a run of ppo_gru.py")
+        run = gru.load_run([args.path, *args.other_seeds], args.device, words)
+        gru.check_seeds(run)
+        return run
+    game.refuse(bool(args.other_seeds), f"PATHS: only runs of ppo_gru.py have several: {args.other_seeds}")
+    return runs.load_run(args, words, needs)
 
 
 def co_player_sets(args: Args) -> dict[str, tuple[str, ...]]:
@@ -247,15 +276,6 @@ def first_boards(run: Run, index: list[int], count: int = 1024):
     return run.script.Transitions(*fields)
 
 
-def copy_params(network) -> dict:
-    return {name: p.clone() for name, p in network.state_dict().items()}
-
-
-def select_params(which: torch.Tensor, new: dict, old: dict) -> dict[str, torch.Tensor]:
-    """Params of M stacked networks: the new where which bool [M], else the old"""
-    return {name: torch.where(which.view(-1, *[1] * (p.dim() - 1)), p, old[name]) for name, p in new.items()}
-
-
 def capture_later(run: Run, state, function):
     """The same function; on a GPU a CUDA graph from its second call on"""
 
@@ -282,14 +302,6 @@ def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
     right = [metrics[f"wm/exact_match/{k + 1}"] * metrics[f"wm/payoff_match/{k + 1}"] for k in range(steps)]
     trusted = (torch.stack(right, 1) * seen).sum(0) >= args.trust_exact_match * seen.sum(0)
     return trusted.int().cumprod(0).sum().expand_as(horizon)
-
-
-def check_returns(run: Run, judged: str, *returns: torch.Tensor) -> None:
-    """Of the new and the old policy, each [M]: nothing is decided by what is no number"""
-    finite = torch.stack(returns).isfinite().all(0)
-    if not finite.all():
-        share = f"{int((~finite).sum())} of {len(finite)} repetitions"
-        raise FloatingPointError(f"{run.path}: the {judged} is no number in {share}: nothing can be decided by it")
 
 
 def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs: int) -> Seated:
@@ -507,6 +519,9 @@ def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict
     for mode in modes:
         if mode == "Bayes hunter":
             loops[mode] = bayes_hunter(args, run, tables)
+            continue
+        if run.script is gru.ppo_gru:
+            loops[mode] = gru.gru_loop(args, run, tables, index, mode)
             continue
         imagination = mode in LEARNING_MODES and "world" in run.networks
         state = make_state(args, run, tables, index, mode, imagination)

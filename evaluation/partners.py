@@ -5,10 +5,17 @@ trained with; what a learner carries over from game to game is what it carried o
 
     python evaluation/partners.py runs/RUN
     python evaluation/partners.py runs/RUN --num-games 30 --population first_stag,last_stag    # other partners
+    python evaluation/partners.py runs/RUN --modes frozen learning --population left_stag    # and one that learns
     python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
 
 RUN is the run folder of any seed, or a checkpoint; of ppo_gru.py, where each seed has its own, all of them. Beside the
-first checkpoint: `partners.csv`, or `partners_<population>.csv`.
+first checkpoint: `partners.csv`, or `partners_<population>.csv`, with the columns `return` (frozen), `shuffled` and
+`learning`.
+
+In mode learning each of `--meetings` meetings has a learner of its own, which learns as in adapt.py after every round
+of as many steps as a game can last. One with a world model imagines, and acts with the new policy where that earns more
+in imagination (mode `learning` there). One without and the recurrent baseline do PPO on the games that they played and
+act with the new policy at once (mode `unguarded`): tests in other real games would be games together, too.
 """
 
 import dataclasses
@@ -19,7 +26,7 @@ from typing import Annotated, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from benchmarks.baselines import ppo_gru
-from evaluation import runs
+from evaluation import adapt, gru, runs
 from evaluation.runs import Run
 
 import numpy as np
@@ -27,6 +34,7 @@ import torch
 import tyro
 
 NEEDS = ("infer_opponents", "history_decay")
+ON_CPU_MEETINGS = 8
 
 
 @dataclasses.dataclass
@@ -35,12 +43,16 @@ class PartnersFlags:
     """a checkpoint or a run folder; of ppo_gru.py one for each seed"""
     num_games: game.Count = 20
     """games with the same co-players"""
+    modes: tuple[Literal["frozen", "learning"], ...] = ("frozen",)
+    """learners as they are; learners that learn after every game"""
     places: game.Count = 1024
-    """how many co-players each learner meets"""
+    """how many co-players each frozen learner meets"""
+    meetings: game.Count = 64
+    """as many of each that learns (default without a GPU: 8)"""
     seats: str | None = None
     """who sits where (None: as in training)"""
     population: str | None = None
-    """the players that mixed seats draw from (None: as in training)"""
+    """the players that mixed seats draw from, or one stranger (None: as in training)"""
     script: str | None = None
     """load this script, such as an edited copy (None: the one that made the checkpoint)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -98,12 +110,26 @@ def infer_next_place(run: Run, places: int):
     return infer
 
 
-def of_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
+def seats_table(args: Args, run: Run) -> list[str]:
+    """Who sits where; in mixed seats the stranger, if --population is one"""
+    table = runs.seats_of(run, args.seats)
+    game.refuse(table.count("learner") != 1, f"--seats {','.join(table)}: there must be 1 learner")
+    if args.population in game.STRANGERS:
+        return [args.population if name == "mixed" else name for name in table]
+    return table
+
+
+def population_of(args: Args, run: Run) -> str:
+    if args.population is None or args.population in game.STRANGERS:
+        return run.args.population
+    return args.population
+
+
+def frozen_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
     """Learners of hopplus_ppo.py or hopplus_mcts.py. shuffled: each reads, also as it searches, what is known about the
     co-players in the next place. What it sees and remembers stays its own."""
     num_seeds = run.num_seeds
-    table = runs.seats_of(run, args.seats)
-    game.refuse(table.count("learner") != 1, f"--seats {','.join(table)}: there must be 1 learner")
+    table = seats_table(args, run)
     seat = table.index("learner")
     index = [runs.learner_index(run.checkpoint, seed, seat) for seed in range(num_seeds)]
     changes = {
@@ -112,9 +138,8 @@ def of_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
         "redraw": "never",  # partners stay
         "memory_discount": run.script.history_decay(run.args),  # a learner that had no memory gets none
         "num_envs": args.places,
+        "population": population_of(args, run),
     }
-    if args.population is not None:
-        changes["population"] = args.population
     state = runs.seat_learners(run, [table] * num_seeds, args.seed, index, **changes)
     infer = None
     if shuffled and run.args.subgoals in ("oracle", "posterior"):  # told, not inferred
@@ -130,89 +155,141 @@ def of_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
     return by_game(play, num_seeds, args.places, args.num_games)
 
 
-def load_gru(path: Path) -> dict:
-    """A checkpoint of ppo_gru.py"""
-    saved = runs.open_checkpoint(path)
-    game.refuse(saved["format"] != ppo_gru.FORMAT, f"{path} is no checkpoint of ppo_gru.py: {saved['format']}")
-    try:
-        config = game.StagHuntConfig(**saved["args"]["config"])
-        flags = ppo_gru.Args(**saved["args"] | {"config": config})
-        game.check_ranges(flags)
-    except (KeyError, TypeError, ValueError) as error:
-        raise game.UserError(f"{path}: its flags are not those of ppo_gru.py: {error}") from error
-    game.refuse(not isinstance(saved.get("agent"), dict), f"{path}: it holds no agent")
-    return saved | {"args": flags}
-
-
-def of_gru(args: Args, paths: list[Path], saved: list[dict]) -> np.ndarray:
-    """Learners of ppo_gru.py, a checkpoint for each seed"""
-    changes = {
-        "device": args.device,
-        "seed": args.seed,
-        "num_seeds": len(paths),
-        "redraw": "never",
-        "unsteady": 0.0,
-        "num_envs": args.places,
-        "num_steps": 8,
-        "state_reset_prob": 0.0,
-    }
-    for name in ("seats", "population"):
-        if getattr(args, name) is not None:
-            changes[name] = getattr(args, name)
-    flags = dataclasses.replace(saved[0]["args"], **changes)
-    table = game.seats_table(flags.seats, flags.config.num_players)
-    game.refuse(table.count("learner") != 1, f"--seats {flags.seats}: there must be 1 learner")
-    env, seats, agent, _, rollout_state = ppo_gru.make_training(flags)
-    first = agent.state_dict()
-    for path, checkpoint in zip(paths, saved, strict=True):
-        for name, p in first.items():
-            weight = checkpoint["agent"].get(name)
-            fits = isinstance(weight, torch.Tensor) and weight.shape == (1, *p.shape[1:])
-            game.refuse(not fits, f"{path}: {name} is missing or is not that of {paths[0]}'s flags")
-    agent.load_state_dict({name: torch.cat([checkpoint["agent"][name] for checkpoint in saved]) for name in first})
+def frozen_gru(args: Args, run: Run) -> np.ndarray:
+    """Learners of ppo_gru.py"""
+    flags = dataclasses.replace(
+        run.args,
+        seed=args.seed,
+        num_envs=args.places,
+        num_steps=8,
+        population=population_of(args, run),
+        redraw="never",
+        unsteady=0.0,
+    )
+    env, seats, rollout_state = ppo_gru.make_games(flags, [seats_table(args, run)] * run.num_seeds)
+    agent = gru.load_agent(run, list(range(run.num_seeds)))
 
     def play():
         batch = ppo_gru.rollout(flags, env, seats, agent, rollout_state)
-        runs.check_decisions(paths[0], batch["log_prob"][..., None])
+        runs.check_decisions(run.path, batch["log_prob"][..., None])
         return (batch[name].transpose(0, 1).flatten(1) for name in ("done", "final_return"))  # [S, T, E] -> [T, B]
 
-    return by_game(play, len(paths), args.places, args.num_games)
+    return by_game(play, run.num_seeds, args.places, args.num_games)
+
+
+def deal_tables(args: Args, run: Run) -> list[list[str]]:
+    """A table for each meeting of each seed; in a mixed seat each player of the population sits equally often"""
+    population = game.population_names(population_of(args, run))
+    random = np.random.default_rng(args.seed)
+    tables = []
+    for _ in range(run.num_seeds):
+        columns = []
+        for name in seats_table(args, run):
+            names = [name] * args.meetings
+            if name == "mixed":
+                order = random.permutation(args.meetings) + random.integers(len(population))
+                names = [population[number % len(population)] for number in order]
+            columns.append(names)
+        tables += [list(names) for names in zip(*columns, strict=True)]
+    return tables
+
+
+def learning(args: Args, run: Run) -> np.ndarray:
+    """A learner of its own in each meeting. Who is told the co-players, or infers them exactly, knows those of the
+    run's population."""
+    tables = deal_tables(args, run)
+    seat = tables[0].index("learner")
+    final_time = run.args.config.final_time
+    smaller = {} if run.device.type == "cuda" else adapt.ON_CPU
+    flags = adapt.Args(
+        path=str(run.path),
+        run=run,
+        device=args.device,
+        seed=args.seed,
+        steps=args.num_games * final_time,
+        every=final_time,
+        games_at_once=1,
+        **smaller,
+    )
+    index = []
+    for seed in range(run.num_seeds):
+        index += [runs.learner_index(run.checkpoint, seed, seat)] * args.meetings
+    if run.script is ppo_gru:
+        loop = gru.gru_loop(flags, run, tables, index, "unguarded")
+    else:
+        loop = learning_script(flags, run, tables, index)
+
+    def play():
+        _, _, (done, returns) = next(loop)
+        return done[..., 0].T, returns[..., 0].T  # [M, T, 1] -> [T, M]
+
+    return by_game(play, run.num_seeds, args.meetings, args.num_games)
+
+
+def learning_script(flags: adapt.Args, run: Run, tables: list, index: list[int]):
+    """The rounds of learners of hopplus_ppo.py or hopplus_mcts.py"""
+    imagination = "world" in run.networks
+    mode = "unguarded"
+    if imagination:
+        mode = "learning" if run.planner == "none" else "both"
+    state = adapt.make_state(flags, run, tables, index, mode, imagination)
+    boards = adapt.first_boards(run, index) if imagination else None
+    return adapt.adaptation_loop(flags, run, state, tables, boards, mode)
+
+
+def check_population(population: str | None) -> None:
+    if population is None or population in game.STRANGERS:
+        return
+    try:
+        game.population_names(population)
+    except ValueError as error:
+        flag = "" if "--population" in str(error) else f"--population {population}: "
+        raise game.UserError(f"{flag}{error}") from error
+
+
+def load_run(args: Args, paths: list[Path]) -> Run:
+    if gru.is_gru(paths[0]):
+        return gru.load_run(paths, args.device)
+    others = {path.resolve() for path in paths} - {paths[0].resolve()}
+    game.refuse(bool(others), f"PATHS: only runs of ppo_gru.py have several: {args.paths}")
+    flags = runs.RunFlags(path=str(paths[0]), script=args.script, device=args.device)
+    needs = NEEDS
+    if "learning" in args.modes:
+        needs += adapt.NEEDS
+    return runs.load_run(flags, [], needs)
 
 
 def main(args: Args) -> dict[str, float]:
     """-> mean return in all games"""
     game.check_ranges(args)
     game.refuse(not args.paths, "PATHS: which run? Name a run folder or a checkpoint")
-    try:
-        game.population_names("random" if args.population is None else args.population)
-    except ValueError as error:
-        flag = "" if "--population" in str(error) else f"--population {args.population}: "
-        raise game.UserError(f"{flag}{error}") from error
+    game.refuse(not args.modes, "--modes names none")
+    check_population(args.population)
     paths = [game.find_checkpoint(path) for path in args.paths]
+    run = load_run(args, paths)
+    seats_table(args, run)
     first = paths[0]
     title = "_".join(["partners", *(args.population or "").split(",")]).rstrip("_")
-    is_gru = runs.open_checkpoint(first)["format"].startswith("ppo-gru")
-    others = {path.resolve() for path in paths} - {first.resolve()}
-    game.refuse(not is_gru and bool(others), f"PATHS: only runs of ppo_gru.py have several: {args.paths}")
     runs.check_writable(first.parent / f"{title}.csv")
-    if is_gru:
-        saved = [load_gru(path) for path in paths]
-        trained = saved[0]["args"]
-        arms = {"return": of_gru(args, paths, saved)}
-    else:
-        flags = runs.RunFlags(path=str(first), script=args.script, device=args.device)
-        run = runs.load_run(flags, [], NEEDS)
-        trained = run.args
-        arms = {"return": of_script(args, run, shuffled=False)}
+    arms = {}
+    if "frozen" in args.modes and run.script is ppo_gru:
+        arms["return"] = frozen_gru(args, run)
+    elif "frozen" in args.modes:
+        arms["return"] = frozen_script(args, run, shuffled=False)
         if run.args.subgoals != "none" or run.planner != "none":
-            arms["shuffled"] = of_script(args, run, shuffled=True)
+            arms["shuffled"] = frozen_script(args, run, shuffled=True)
+    if "learning" in args.modes:
+        arms["learning"] = learning(args, run)
     rows = [["seed", "game", *arms]]
-    for seed, number in np.ndindex(arms["return"].shape):
+    for seed, number in np.ndindex(run.num_seeds, args.num_games):
         rows.append([seed, number + 1, *(float(x[seed, number]) for x in arms.values())])
     runs.write_csv(first.parent / f"{title}.csv", rows)
-    print(f"{first}, frozen; {args.places} meetings a seed, {len(arms['return'])} seed(s)")
-    if game.redraw_prob(trained.redraw) > 0 and "mixed" in (trained.seats or ""):
-        print(f"trained with --redraw {trained.redraw}; here every partner stays")
+    if "frozen" in args.modes:
+        print(f"{first}, frozen; {args.places} meetings a seed, {run.num_seeds} seed(s)")
+    if "learning" in args.modes:
+        print(f"{first}, learning; {args.meetings} meetings a seed, {run.num_seeds} seed(s)")
+    if game.redraw_prob(run.args.redraw) > 0 and "mixed" in (run.args.seats or ""):
+        print(f"trained with --redraw {run.args.redraw}; here every partner stays")
     for number in sorted({1, 2, 3, 5, 10, args.num_games}):
         if number > args.num_games:
             continue
@@ -226,7 +303,10 @@ def main(args: Args) -> dict[str, float]:
 
 
 def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, {"partners": PartnersFlags}, Args(), words)
+    default = Args()
+    if not torch.cuda.is_available():
+        default.meetings = ON_CPU_MEETINGS
+    return game.parse(Args, {"partners": PartnersFlags}, default, words)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ FROZEN = {  # flags of a learner that is only looked at
     "history_reset_prob": 0.0,
     "offline_ratio": 0.0,
 }
+DECAY = 0.7  # of what old and new weights earned: how much a round counts beside the next
 
 Seed = Annotated[int, ("0 to 2**40", 0, 2**40)]
 
@@ -80,12 +81,14 @@ class RunFlags:
 # ---- Loading
 
 
-def parse_args(words: list[str], args_type, groups: dict, needs: tuple[str, ...] = (), **defaults):
-    """A tool's own flags, and the run that they name; needs: what the tool calls of the script"""
+def parse_args(words: list[str], args_type, groups: dict, needs: tuple[str, ...] = (), load=None, **defaults):
+    """A tool's own flags, and the run that they name; needs: what the tool calls of the script; load:
+    another load_run"""
     end = words.index("--") if "--" in words else len(words)
     args = game.parse(args_type, groups, args_type(**defaults), words[:end])
     game.check_ranges(args)
-    args.run = load_run(args, words[end + 1 :], needs)
+    load = load or load_run
+    args.run = load(args, words[end + 1 :], needs)
     return args
 
 
@@ -256,6 +259,26 @@ def seat_learners(run: Run, tables: list[list[str]], seed: int, index: list[int]
     networks = run.script.make_networks(args, index, run.device)
     load_agents(run, networks, index)
     return Seated(args, games, networks)
+
+
+# ---- Learning
+
+
+def copy_params(network) -> dict:
+    return {name: p.clone() for name, p in network.state_dict().items()}
+
+
+def select_params(which: torch.Tensor, new: dict, old: dict) -> dict[str, torch.Tensor]:
+    """Params of M stacked networks: the new where which bool [M], else the old"""
+    return {name: torch.where(which.view(-1, *[1] * (p.dim() - 1)), p, old[name]) for name, p in new.items()}
+
+
+def check_returns(run: Run, judged: str, *returns: torch.Tensor) -> None:
+    """Of the new and the old policy, each [M]: nothing is decided by what is no number"""
+    finite = torch.stack(returns).isfinite().all(0)
+    if not finite.all():
+        share = f"{int((~finite).sum())} of {len(finite)} repetitions"
+        raise FloatingPointError(f"{run.path}: the {judged} is no number in {share}: nothing can be decided by it")
 
 
 # ---- Playing

@@ -35,10 +35,9 @@ def played(args, iterations=2):
     training = env, seats, agent, optimizer, rollout_state = ppo_gru.make_training(args)
     for _ in range(iterations):
         ppo_gru.train_iteration(args, *training)
-    batch = ppo_gru.rollout(args, env, seats, agent, rollout_state)
-    rest = {name: batch.pop(name) for name in ("done", "final_return", "value")}
-    batch["advantage"] = ppo_gru.compute_gae(args, batch["reward"], rest["value"], batch["ended"], batch["mask"])
-    batch["returns"] = batch["advantage"] + rest["value"][:, :-1]
+    complete = ppo_gru.rollout(args, env, seats, agent, rollout_state)
+    batch = ppo_gru.with_advantages(args, complete)
+    rest = {name: complete[name] for name in complete.keys() - batch.keys()}
     return agent, optimizer, batch, rest | {"rollout_state": rollout_state}
 
 
@@ -183,7 +182,7 @@ def test_it_has_the_eyes_of_hopplus(pieces):
             theirs.params[f"{name}.weight"].data.copy_(layer.weight.detach())
             theirs.params[f"{name}.bias"].data.copy_(layer.bias.detach()[:, 0])
     for _ in range(5):
-        x = ppo_gru.agent_inputs(env, seats, rollout_state)
+        x = ppo_gru.agent_inputs(env, env.state, seats, rollout_state)
         entities, walls, _ = x.split(agent.sizes, 2)
         board = seats.to_learners(env.cells(env.state))
         state_walls = seats.per_learner(env.state.walls[:, : config.num_wall_cells])

@@ -1,5 +1,7 @@
 """The rule-based players walk shortest paths, choose ties uniformly and play by the probabilities they publish."""
 
+import dataclasses
+
 from stag_hunt_env import (
     ALL_SEATS,
     FAR,
@@ -180,13 +182,18 @@ def test_bound_players_go_to_one_stag_only(cell, stags, alive, first, last):
 
 def stranger_probs(config, game, seat, name):
     """[7] by the plain-Python game"""
+    stags = [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == 5]
+    if name == "left_stag":
+        column = min((cell % config.width for cell in stags), default=0)
+        others = [p for p, cell in enumerate(game.prey) if p < config.num_stags and cell % config.width != column]
+        alive = [game.alive[p] and p not in others for p in range(config.num_prey)]
+        return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_stag")
     if name != "waiting":
         pure = reference.player_probs(
             config, game, seat, {"noisy_stag": "nearest_stag", "noisy_hare": "nearest_hare"}[name]
         )
         noise = reference.player_probs(config, game, seat, "random")
         return [0.8 * p + 0.2 * q for p, q in zip(pure, noise, strict=True)]
-    stags = [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == 5]
     if not stags or not game.present[seat] or game.position[seat] in stags:
         return [float(action == 4) for action in range(7)]
     return reference.player_probs(config, game, seat, "nearest_stag")
@@ -233,7 +240,7 @@ def test_who_waits_walks_to_the_stag_and_stays_there(config):
 
 
 def test_strangers_are_seated_by_name_but_belong_to_no_population():
-    assert STRANGERS == ("noisy_stag", "noisy_hare", "waiting", "switching")
+    assert STRANGERS == ("noisy_stag", "noisy_hare", "waiting", "left_stag", "switching")
     assert not {*PLAYER_PROBS} & {*STRANGERS}
     assert list(PLAYER_PROBS) == [*POPULATION, "first_stag", "last_stag"]
     assert POPULATION == ("random", "nearest_stag", "nearest_hare")

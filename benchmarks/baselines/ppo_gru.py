@@ -32,6 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 FORMAT = "ppo-gru-2"  # of a checkpoint
+NOT_LEARNED_FROM = ("done", "final_return", "value")  # of what `rollout` returns
 
 # ---- Arguments. Class defaults are for a GPU; make_args changes them by device.
 
@@ -99,6 +100,9 @@ class Args(TrainArgs):
     config: StagHuntConfig = dataclasses.field(default_factory=StagHuntConfig)
 
 
+GROUPS = {"training": TrainArgs, "game": StagHuntConfig}  # boxes of --help
+
+
 def make_args(device: str = "auto", redraw: str = "never", **changes) -> Args:
     """Complete flags: where tests, sweeps and the command line start"""
     values = {"device": device, "redraw": redraw, "keep_state": game.redraw_prob(redraw) < 1}
@@ -109,7 +113,7 @@ def make_args(device: str = "auto", redraw: str = "never", **changes) -> Args:
 
 def parse_args(words: list[str]) -> Args:
     default = make_args(**game.early_flags(words, device="auto", redraw="never"))
-    return game.parse(Args, {"training": TrainArgs, "game": StagHuntConfig}, default, words)
+    return game.parse(Args, GROUPS, default, words)
 
 
 # ---- Networks
@@ -218,10 +222,10 @@ class RolloutState(NamedTuple):
     reset: torch.Tensor  # bool [S, E] and whether all of this is forgotten
 
 
-def agent_inputs(env: StagHuntEnv, seats: game.Seats, rollout_state: RolloutState):
+def agent_inputs(env: StagHuntEnv, state: game.State, seats, rollout_state: RolloutState):
     """Where everybody and the prey are (H*W: gone), walls, and what the last step showed -> [S, E, I]. Where the GRU's
     state is kept, the last step of a game is shown at the start of the next: who caught what is in it."""
-    state, nowhere = env.state, env.config.num_cells
+    nowhere = env.config.num_cells
     players = seats.to_learners(env.seats_to_ego(torch.where(state.present, state.position, nowhere)))
     prey = seats.per_learner(torch.where(state.prey_alive, state.prey_position, nowhere))
     walls = seats.per_learner(state.walls)[..., : nowhere if env.config.max_wall_pieces else 0]
@@ -239,7 +243,7 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
     steps, values, first_state = [], [], rollout_state.state.clone()
     reset_prob = args.state_reset_prob if args.keep_state else 1.0
     for step in range(args.num_steps + 1):
-        x = agent_inputs(env, seats, rollout_state)
+        x = agent_inputs(env, env.state, seats, rollout_state)
         legal = seats.to_learners(env.legal_actions(env.state))
         reset = rollout_state.reset.clone()
         log_probs, value, state = agent(x[:, None], legal[:, None], reset[:, None], rollout_state.state)
@@ -283,6 +287,15 @@ def compute_gae(args: Args, reward, value, ended, mask):
     return torch.stack(advantages[::-1], 1)
 
 
+def with_advantages(args: Args, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `rollout` returned -> what `ppo_update` reads"""
+    advantage = compute_gae(args, batch["reward"], batch["value"], batch["ended"], batch["mask"])
+    sequences = {name: x for name, x in batch.items() if name not in NOT_LEARNED_FROM}
+    sequences["advantage"] = advantage
+    sequences["returns"] = advantage + batch["value"][:, :-1]
+    return sequences
+
+
 def masked_mean(x, mask):
     """[S, ...] -> [S]: the mean where mask [S, ...] holds"""
     return (x * mask).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp(min=1)
@@ -310,7 +323,7 @@ def ppo_update(args: Args, agent: Agent, optimizer, batch: dict[str, torch.Tenso
     """PPO on sequences [S, T, E, ...], in one random order for all seeds; each gradient is clipped. -> means [S]"""
     found = []
     for _ in range(args.update_epochs):
-        order = torch.rand(args.num_envs, device=batch["x"].device).argsort()
+        order = torch.rand(batch["x"].shape[2], device=batch["x"].device).argsort()
         for games in order.tensor_split(args.num_minibatches):
             mb = {name: x.index_select(1 if name == "state" else 2, games) for name, x in batch.items()}
             loss, metrics = ppo_loss(args, agent, mb)
@@ -327,11 +340,10 @@ def ppo_update(args: Args, agent: Agent, optimizer, batch: dict[str, torch.Tenso
 
 def train_iteration(args: Args, env, seats, agent, optimizer, rollout_state) -> dict[str, torch.Tensor]:
     """One iteration; captured as one CUDA graph, nothing in it waits for the host. -> metrics [S]"""
-    batch = rollout(args, env, seats, agent, rollout_state)
-    done, final_return, value = (batch.pop(name) for name in ("done", "final_return", "value"))
-    metrics = {"games": done.sum((1, 2)).float(), "return": (done * final_return).sum((1, 2))}
-    batch["advantage"] = compute_gae(args, batch["reward"], value, batch["ended"], batch["mask"])
-    batch["returns"] = batch["advantage"] + value[:, :-1]
+    played = rollout(args, env, seats, agent, rollout_state)
+    done = played["done"]
+    metrics = {"games": done.sum((1, 2)).float(), "return": (done * played["final_return"]).sum((1, 2))}
+    batch = with_advantages(args, played)
     errors, mask = (batch["advantage"], batch["returns"]), batch["mask"]  # of the critic, and of one that says the mean
     unexplained, variance = (masked_mean(x.square(), mask) - masked_mean(x, mask).square() for x in errors)
     metrics["losses/explained_variance"] = 1 - unexplained / variance.clamp(min=1e-8)
@@ -350,21 +362,37 @@ def capture(function, env: StagHuntEnv):
     return lambda: graph.replay() or result  # replay returns None
 
 
-def make_training(args: Args):
-    """-> all that a run changes: the games, who sits where, the learners, their optimiser, the rollout's state"""
+def make_games(args: Args, tables: list):
+    """-> E games at each of S tables, of one learner each; who sits there; the rollout's state"""
     device = game.resolve_device(args.device)
     torch.manual_seed(args.seed)
-    env = StagHuntEnv(args.config, args.num_seeds * args.num_envs, device, args.seed)
+    env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, args.seed)
     who = {"population": args.population, "redraw": args.redraw, "unsteady": args.unsteady}
-    seats = game.Seats(env, [args.seats] * args.num_seeds, **who)
-    agent = Agent(args, list(range(args.seed, args.seed + args.num_seeds))).to(device)
+    seats = game.Seats(env, tables, **who)
+    return env, seats, first_rollout_state(args, (len(tables), args.num_envs), device)
+
+
+def first_rollout_state(args: Args, rows: tuple[int, int], device) -> RolloutState:
+    """rows: S, E"""
+    return RolloutState(
+        state=torch.zeros(*rows, args.hidden, device=device),
+        last_joint=torch.full((*rows, args.config.num_players), STAY, device=device),
+        last_reward=torch.zeros(rows, device=device),
+        reset=torch.ones(rows, dtype=torch.bool, device=device),
+    )
+
+
+def make_optimizer(args: Args, agent: Agent):
+    device = next(agent.parameters()).device
     rate = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph reads it anew
-    optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
-    rows = args.num_seeds, args.num_envs
-    state, last_reward = torch.zeros(*rows, args.hidden, device=device), torch.zeros(rows, device=device)
-    last_joint = torch.full((*rows, args.config.num_players), STAY, device=device)
-    reset = torch.ones(rows, dtype=torch.bool, device=device)
-    return env, seats, agent, optimizer, RolloutState(state, last_joint, last_reward, reset)
+    return torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
+
+
+def make_training(args: Args):
+    """-> all that a run changes: the games, who sits where, the learners, their optimiser, the rollout's state"""
+    env, seats, rollout_state = make_games(args, [args.seats] * args.num_seeds)
+    agent = Agent(args, list(range(args.seed, args.seed + args.num_seeds))).to(env.device)
+    return env, seats, agent, make_optimizer(args, agent), rollout_state
 
 
 def make_run_folders(args: Args) -> list[Path]:
