@@ -521,7 +521,9 @@ def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict
             loops[mode] = bayes_hunter(args, run, tables)
             continue
         if run.script is gru.ppo_gru:
-            loops[mode] = gru.gru_loop(args, run, tables, index, mode)
+            seated = frozen_players.stand_ins(args.other_runs, tables)
+            seat_others = functools.partial(seat_learned, args, tables=tables)
+            loops[mode] = gru.gru_loop(args, run, seated, index, mode, seat_others)
             continue
         imagination = mode in LEARNING_MODES and "world" in run.networks
         state = make_state(args, run, tables, index, mode, imagination)

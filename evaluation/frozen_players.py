@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
-from evaluation import runs
+from evaluation import gru, runs
 from evaluation.runs import Run
 
 import torch
@@ -38,10 +38,15 @@ def load_others(texts: tuple[str, ...], device: str, config: game.StagHuntConfig
     for text in texts:
         name, path = split_name(text)
         checkpoint = game.find_checkpoint(path, "--others")
-        run = runs.load_run(runs.RunFlags(path=str(checkpoint), device=device), [], NEEDS)
+        if gru.is_gru(checkpoint):
+            run = gru.load_run([checkpoint], device)
+            method = "gru"
+        else:
+            run = runs.load_run(runs.RunFlags(path=str(checkpoint), device=device), [], NEEDS)
+            method = run.args.method
         check_board(text, run.args.config, config)
         if name is None:
-            name = f"{run.args.method} seed {run.args.seed}"
+            name = f"{method} seed {run.args.seed}"
         twice = f"--others: two runs are called {name}: name them, --others NAME=PATH"
         game.refuse(name in others, twice)
         others[name] = run
@@ -240,6 +245,11 @@ def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers, as_l
     filled = []
     for name, run in others.items():
         if not any(name in table for table in tables):
+            continue
+        if run.script is gru.ppo_gru:
+            sits = [[sitting == name for sitting in table] for table in by_game]
+            filled.append(torch.tensor(sits, device=env.device))
+            groups.append(gru.GruPlayers(run.path, env, filled[-1]))
             continue
         places = find_places(run, name, by_game, numbers, env.device)
         groups.append(FrozenPlayers(run, env, places))

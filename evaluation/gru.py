@@ -187,10 +187,11 @@ def play_held_out(run: Run, flags: ppo_gru.Args, agent: ppo_gru.Agent, games: tu
     return total.mean(1), total.var(1) / total.shape[1], steps
 
 
-def gru_loop(args, run: Run, tables: list, index: list[int], mode: str):
+def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_others=None):
     """As adaptation_loop of adapt.py, whose args it reads: a generator, one round at a time. -> return and number of
     the learner's games that ended [M, 2], metrics [M], and where a game ended bool [M, T, E], with its return [M, T, E]
 
+    seat_others: Seats -> Seats, with learned co-players in place of some in `tables`.
     A round is cut into as many sequences as there are minibatches if it can be. `test steps`: those that a guarded
     learner has practised and was tested in so far, which are not counted as steps."""
     learn = mode != "frozen"
@@ -206,13 +207,20 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str):
         update_epochs=args.update_epochs,
         ent_coef=args.ent_coef,
     )
+
+    def make_games(flags):
+        env, seats, rollout_state = ppo_gru.make_games(flags, tables)
+        if seat_others is not None:
+            seats = seat_others(seats)
+        return env, seats, rollout_state
+
     agent = load_agent(run, index)
     optimizer = ppo_gru.make_optimizer(flags, agent)
-    games = ppo_gru.make_games(flags, tables)
+    games = make_games(flags)
     came_with = learned = copy_params(agent)
     gain = variance = torch.zeros(len(tables), device=run.device)
     test_steps = 0
-    metrics = {}
+    metrics = {"test steps": torch.zeros_like(gain)}
     if guarded:
         practice_flags = dataclasses.replace(flags, seed=args.seed + 2, num_envs=1)
         test_flags = dataclasses.replace(
@@ -221,8 +229,8 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str):
             num_envs=args.imagined_games,
             num_steps=STEPS_OF_A_TEST,
         )
-        practice = ppo_gru.make_games(practice_flags, tables)
-        held_out = ppo_gru.make_games(test_flags, tables)
+        practice = make_games(practice_flags)
+        held_out = make_games(test_flags)
 
     def play_round(env, seats, rollout_state):
         batches = []
@@ -267,4 +275,4 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str):
                 "policy changed": better,
                 "test steps": torch.full_like(old, test_steps),
             }
-        yield earned.cpu().numpy(), metrics, (done, returns)
+        yield earned.cpu().numpy(), metrics, (done.cpu().numpy(), returns.cpu().numpy())

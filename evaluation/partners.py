@@ -220,8 +220,9 @@ def learning(args: Args, run: Run) -> np.ndarray:
         loop = learning_script(flags, run, tables, index)
 
     def play():
-        _, _, (done, returns) = next(loop)
-        return done[..., 0].T, returns[..., 0].T  # [M, T, 1] -> [T, M]
+        _, _, games = next(loop)
+        done, returns = (torch.from_numpy(x[..., 0].T) for x in games)  # [M, T, 1] -> [T, M]
+        return done, returns
 
     return by_game(play, run.num_seeds, args.meetings, args.num_games)
 

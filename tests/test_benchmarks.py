@@ -157,7 +157,7 @@ def test_learned_co_players_are_understood(board, monkeypatch):
 def test_partners_of_a_new_kind_are_understood(arm, modes):
     _, *commands = experiments.SECTIONS["stays-4x4"].runs[arm].then
     seen = [partners.parse_args(command.split()[1:]) for command in commands]
-    assert [(args.population, args.modes) for args in seen] == [("nearest_stag", modes), ("farthest_stag", modes)]
+    assert [(args.population, args.modes) for args in seen] == [("nearest_stag", modes), ("left_stag", modes)]
 
 
 EITHER = pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
@@ -721,14 +721,14 @@ def test_a_partner_of_a_new_kind(tmp_path, capsys):
     (folder / "train.log").write_text("on cpu")
     (folder / "x__11/metrics.jsonl").touch()
     lines = ["seed,game,return,shuffled,learning", "0,1,1.0,0.5,1.0", "0,2,1.0,0.5,3.0", "1,1,2.0,0.5,2.0"]
-    (folder / "x__11/partners_farthest_stag.csv").write_text("\n".join(lines) + "\n")
+    (folder / "x__11/partners_left_stag.csv").write_text("\n".join(lines) + "\n")
     (folder / "x__11/partners.csv").write_text("seed,game,return\n0,1,9.0\n")
     experiments.collect(args, "stays-4x4")
     rows = experiments.read(args, "stays-4x4", "_together")
-    assert {row["population"]: row["learning"] for row in rows} == {"farthest_stag": "2.0", "": ""}
+    assert {row["population"]: row["learning"] for row in rows} == {"left_stag": "2.0", "": ""}
     experiments.draw(args, "new-partner")
     said = capsys.readouterr().out
-    assert "4x4, 5 steps, the partner stays; partner farthest_stag\n" in said
+    assert "4x4, 5 steps, the partner stays; partner left_stag\n" in said
     assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 |  |  |" in said
     assert "| HOP+, learning | 1.500 ± 6.353 | 3.000 |  |  |" in said and "none" not in said
     assert (tmp_path / "results/new_partner.png").stat().st_size > 5000
