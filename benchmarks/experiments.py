@@ -125,9 +125,9 @@ METHODS = {
     },
     "8x8": {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
-        "PPO, mixed": Method(PPO, 1024, 10_000_000, f"--method ppo {CALM} {MIXED}"),
-        "GRU, mixed": Method(GRU, 1024, 10_000_000, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 10_000_000, f"{MIXED_OMG} {CALM}"),
+        "PPO, mixed": Method(PPO, 1024, 8_000_000, f"--method ppo {CALM} {MIXED}"),
+        "GRU, mixed": Method(GRU, 1024, 8_000_000, MIXED_GRU),
+        "+ subgoals, mixed": Method(PPO, 1024, 8_000_000, f"{MIXED_OMG} {CALM}"),
         "HOP+": Method(PPO, 256, 2_000_000),
     },
 }
@@ -141,14 +141,14 @@ OTHERS = {
         "HOP+": METHODS["4x4"]["HOP+"],
         "hares": Method(PPO, 1024, 1_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
         "early": Method(PPO, 1024, 600_000, f"--method ppo {FAST}"),
-        "GRU": METHODS["4x4"]["GRU, mixed"],
+        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
     },
     "8x8": {
         "PPO": METHODS["8x8"]["PPO"],
         "HOP+": METHODS["8x8"]["HOP+"],
         "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
         "early": Method(PPO, 1024, 1_200_000, f"--method ppo {CALM}"),
-        "GRU": METHODS["8x8"]["GRU, mixed"],
+        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
     },
 }
 ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen learning"
