@@ -279,14 +279,10 @@ def first_boards(run: Run, index: list[int], count: int = 1024):
 def capture_later(run: Run, state, function):
     """The same function; on a GPU a CUDA graph from its second call on"""
 
-    def versions():
-        yield function
-        captured = run.script.capture(function, state.games.env, state.args.cudagraphs)
-        while True:
-            yield captured
+    def capture(function):
+        return run.script.capture(function, state.games.env, state.args.cudagraphs)
 
-    version = versions()
-    return lambda: next(version)()
+    return runs.capture_later(function, capture)
 
 
 def pooled_horizon(run: Run, state, transitions) -> torch.Tensor:
@@ -374,7 +370,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         """The same, of real games"""
         held_out.games.history.copy_(remembered_history())
         # What is under way began with other weights.
-        played = play_games(run, held_out, 1, skip=1)
+        played = play_games(run, held_out, 1, skip=1, play_on=play_held_out)
         steps = played["steps"][..., 0].sum(1)  # of all places of a repetition
         test_steps.add_(torch.tensor(steps, device=run.device))
         returns = torch.tensor(played["return"], dtype=torch.float32, device=run.device)
@@ -394,6 +390,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         judged = "imagined return"
     elif guarded:
         held_out = other_games(args, run, state, tables, 1, args.imagined_games)
+        play_held_out = capture_later(run, held_out, functools.partial(play, run, held_out, 8))
         practice = other_games(args, run, state, tables, 2, 1)
         practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
     for number in range(rounds):

@@ -169,15 +169,27 @@ def join_games(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     return joined
 
 
-def play_held_out(run: Run, flags: ppo_gru.Args, agent: ppo_gru.Agent, games: tuple):
-    """Plays until two games have ended in each place: what is under way began with other weights. -> mean return of
-    the second games and its squared standard error [M], steps played with each learner"""
+def capture_rollout(flags: ppo_gru.Args, agent: ppo_gru.Agent, games: tuple):
+    """() -> what ppo_gru.rollout returns; on a GPU a CUDA graph from its second call on"""
     env, seats, rollout_state = games
+
+    def play():
+        return ppo_gru.rollout(flags, env, seats, agent, rollout_state)
+
+    def capture(function):
+        return ppo_gru.capture(function, env) if env.device.type == "cuda" else function
+
+    return runs.capture_later(play, capture)
+
+
+def play_held_out(run: Run, flags: ppo_gru.Args, play, rollout_state: ppo_gru.RolloutState):
+    """Plays on with play() until two games have ended in each place: what is under way began with other weights. ->
+    mean return of the second games and its squared standard error [M], steps played with each learner"""
     ended = torch.zeros(rollout_state.reset.shape, dtype=torch.int64, device=run.device)
     total = torch.zeros(ended.shape, device=run.device)
     steps = 0
     while int(ended.min()) < 2:
-        batch = ppo_gru.rollout(flags, env, seats, agent, rollout_state)
+        batch = play()
         runs.check_decisions(run.path, batch["log_prob"][..., None])
         number = ended[:, None] + batch["done"].cumsum(1)
         is_second = batch["done"] & (number == 2)
@@ -229,32 +241,34 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_oth
             num_envs=args.imagined_games,
             num_steps=STEPS_OF_A_TEST,
         )
-        practice = make_games(practice_flags)
         held_out = make_games(test_flags)
+        practise = capture_rollout(flags, agent, make_games(practice_flags))
+        test = capture_rollout(test_flags, agent, held_out)
+    play = capture_rollout(flags, agent, games)
 
-    def play_round(env, seats, rollout_state):
+    def play_round(play):
         batches = []
         for _ in range(sequences):
-            batch = ppo_gru.rollout(flags, env, seats, agent, rollout_state)
+            batch = play()
             runs.check_decisions(run.path, batch["log_prob"][..., None])
-            batches.append(batch)
+            batches.append({name: x.clone() for name, x in batch.items()})  # a graph's stay in place
         return batches
 
     def held_out_return():
         remembered = games[-1]
         for kept, of_games in zip(held_out[-1], remembered, strict=True):
             kept.copy_(of_games[:, :1].expand_as(kept))
-        return play_held_out(run, test_flags, agent, held_out)
+        return play_held_out(run, test_flags, test, held_out[-1])
 
     for _ in range(args.steps // args.every):
-        batches = play_round(*games)
+        batches = play_round(play)
         done = torch.cat([batch["done"] for batch in batches], 1)
         returns = done * torch.cat([batch["final_return"] for batch in batches], 1)
         earned = torch.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
         if learn:
             agent.load_state_dict(learned)
             if guarded:  # PPO learns from what the new weights do, whoever acts
-                batches = play_round(*practice)
+                batches = play_round(practise)
                 test_steps += args.every
             batch = join_games([first_game(ppo_gru.with_advantages(flags, batch)) for batch in batches])
             ppo_gru.ppo_update(flags, agent, optimizer, batch)

@@ -6,6 +6,7 @@ tool that loads it.
 
 import csv
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import math
@@ -289,13 +290,28 @@ def play(run: Run, state, num_steps: int, infer=None):
     return run.script.rollout(state.args, state.games, state.networks, num_steps, infer=infer)
 
 
-def play_games(run: Run, state, each: int, skip: int = 0) -> dict[str, np.ndarray]:
+def capture_later(function, capture):
+    """The same function; from its second call on what `capture` makes of it, such as a CUDA graph"""
+
+    def versions():
+        yield function
+        captured = capture(function)
+        while True:
+            yield captured
+
+    version = versions()
+    return lambda: next(version)()
+
+
+def play_games(run: Run, state, each: int, skip: int = 0, play_on=None) -> dict[str, np.ndarray]:
     """Sums [blocks, places, N] over the first `each` games of every place, after the first `skip`: short games do not
-    count more often."""
+    count more often. play_on() plays a few steps, as `play` does"""
+    if play_on is None:
+        play_on = functools.partial(play, run, state, 8)
     played = torch.zeros(state.games.env.num_envs, dtype=torch.int64, device=run.device)
     sums = defaultdict(float)
     while int(played.min()) < skip + each:
-        _, outputs, episodes = play(run, state, 8)
+        _, outputs, episodes = play_on()
         check_decisions(run.path, outputs["log_probs"])
         prey = episodes["prey"]
         number = played + episodes["done"].cumsum(0)  # [T, B]

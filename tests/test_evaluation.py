@@ -878,7 +878,7 @@ def test_without_a_world_model_real_games_decide(small, monkeypatch):
 
     deals = [env.state.prey_position.clone()]  # of all three kinds of games: played, practised, held out
 
-    def play_games(run, other, each, skip):
+    def play_games(run, other, each, skip, play_on):
         assert other.networks is state.networks and other.games.env is not env
         deals.append(other.games.env.state.prey_position.clone())
         assert (other.games.env.num_envs, each, skip) == (2 * 4, 1, 1)
@@ -942,11 +942,11 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
     args, state, loop = adaptation(untrained(tmp_path, method, **hop), repetitions=3, subgoal_updates=1)
     judged, play_games = [], adapt.play_games
 
-    def watched(run, other, each, skip):
+    def watched(run, other, each, skip, play_on):
         rollouts, rollout = [], run.script.rollout
         begun = other.games.history.clone()
         watch(args, "rollout", rollouts)
-        found = play_games(run, other, each, skip)
+        found = play_games(run, other, each, skip, play_on)
         run.script.rollout = rollout
         judged.append((begun, [result for _, result in rollouts]))
         return found

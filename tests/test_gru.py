@@ -154,7 +154,8 @@ def test_guarded_learners_keep_their_weights_unless_the_new_ones_are_better(tmp_
     error = torch.full((6,), 0.125)
     gains = torch.tensor([[4.0, 4.0, 4.0, -4.0, 0.9, 0.9], [-4.0, -4.0, -4.0, 0.0, 1.0, 0.5]])
 
-    def play_held_out(run, flags, agent, games):
+    def play_held_out(run, flags, play, rollout_state):
+        agent = played[-1][0][3]
         calls.append(gru.copy_params(agent))
         is_new = len(calls) % 2
         return 1 + is_new * gains[(len(calls) - 1) // 2], error, 100
