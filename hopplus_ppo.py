@@ -342,7 +342,8 @@ def memory_needs(args: Args) -> dict[str, int]:
     }
     if args.imagination:
         real_ratio = args.ppo_real_ratio or 0.5
-        needs["--ppo-real-ratio"] = int(2400 * samples * (1 - real_ratio) / real_ratio)
+        imagined = int(samples * (1 - real_ratio) / real_ratio)
+        needs["--num-envs, --num-steps, --ppo-real-ratio"] = 2400 * imagined
     if needs_models(args):
         hidden = args.subgoal_hidden
         windows = learners * args.subgoal_batch_size * args.num_steps * others

@@ -249,7 +249,7 @@ def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers, as_l
         if run.script is gru.ppo_gru:
             sits = [[sitting == name for sitting in table] for table in by_game]
             filled.append(torch.tensor(sits, device=env.device))
-            groups.append(gru.GruPlayers(run.path, env, filled[-1]))
+            groups.append(gru.GruPlayers(run, env, filled[-1]))
             continue
         places = find_places(run, name, by_game, numbers, env.device)
         groups.append(FrozenPlayers(run, env, places))

@@ -109,8 +109,7 @@ class GruPlayers:
     games, then `update`. All that goes on is changed in place. What is remembered outlasts a game as in training, and
     is never lost by chance."""
 
-    def __init__(self, path: str | Path, env: game.StagHuntEnv, is_own: torch.Tensor):
-        run = load_run([path], str(env.device))
+    def __init__(self, run: Run, env: game.StagHuntEnv, is_own: torch.Tensor):
         here = dataclasses.asdict(env.config)
         trained = dataclasses.asdict(run.args.config)
         differ = [f"{name} {value}" for name, value in trained.items() if value != here[name]]

@@ -281,5 +281,6 @@ TINY_RUN = {  # flags of runs that are evaluated
     "pretraining_updates": 2,
     "pretraining_games": 4,
     "replay_rollouts": 2,
+    "imagination_horizon": 5,
     "trust_exact_match": 0.0,
 }

@@ -1,6 +1,7 @@
 """benchmarks/baselines/ppo_gru.py: it learns, what it recomputes is what it did, seeds and games do not mix."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -68,6 +69,29 @@ def test_it_learns(tmp_path):
         assert {path.name.split(".")[0] for path in folder.iterdir()} == {"args", "checkpoint", "events", "metrics"}
         last.append(lines[-1]["charts/episodic_return"])
     assert final["charts/episodic_return"] == pytest.approx(sum(last) / 2)
+
+
+def test_runs_of_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
+    """Another run makes the folder of its second seed while this one makes its first"""
+    args = tiny(seed=4, num_seeds=2, run_dir=str(tmp_path / "runs"))
+    name = "ppo_gru__3x4_3h2s_5hares"
+    faster = tmp_path / f"runs/{name}__5__100"
+    mkdir = Path.mkdir
+
+    def watched(path, *given, **more):
+        mkdir(path, *given, **more)
+        if path.name == f"{name}__4__100":
+            mkdir(faster)
+
+    monkeypatch.setattr(Path, "mkdir", watched)
+    monkeypatch.setattr(stag_hunt_env.time, "time", lambda: 100.5)
+    folders = ppo_gru.make_run_folders(args)
+    assert [folder.name for folder in folders] == [f"{name}__4__101", f"{name}__5__101"]
+    assert sorted((tmp_path / "runs").iterdir()) == sorted([faster, *folders]) and not list(faster.iterdir())
+    for folder in folders:
+        saved = json.loads((folder / "args.json").read_text())
+        assert (saved["seed"], saved["num_seeds"]) == (4, 2)
+    assert [folder.name[-3:] for folder in ppo_gru.make_run_folders(args)] == ["102", "102"]
 
 
 @pytest.mark.parametrize("anneal", [False, True])
@@ -238,6 +262,22 @@ KEPT = {"": True, "--redraw game": False, "--redraw=0.5": True, "--redraw game -
 @pytest.mark.parametrize(("words", "kept"), [*KEPT.items(), ("--no-keep-state", False)])
 def test_the_state_is_kept_where_the_partner_may_stay(words, kept):
     assert ppo_gru.parse_args(words.split()).keep_state == kept
+
+
+@pytest.mark.parametrize("words", ["", "--redraw game", "--no-keep-state", "--unsteady 0"])
+def test_partners_are_unsteady_where_the_state_is_kept(words):
+    """In the first 35 of 100 places a new one comes after each game; who keeps no state has its partners for ever"""
+    small = "--device cpu --final-time 5 --num-envs 100 --num-steps 6 --hidden 4"
+    args = ppo_gru.parse_args(f"{small} {words}".split())
+    assert args.unsteady == (0 if words == "--unsteady 0" else 0.35)
+    env, seats, agent, _, rollout_state = ppo_gru.make_training(args)
+    before = seats.kinds[:, 1].clone()
+    changed = torch.zeros(100, dtype=torch.bool)
+    for _ in range(10):
+        ppo_gru.rollout(args, env, seats, agent, rollout_state)
+        changed |= seats.kinds[:, 1] != before
+    first = {"": 35, "--redraw game": 100}.get(words, 0)
+    assert torch.equal(changed, torch.arange(100) < first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

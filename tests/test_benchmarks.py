@@ -1,7 +1,6 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
 import csv
-import dataclasses
 import functools
 import json
 import math
@@ -47,8 +46,6 @@ SCRIPTS = {
     "evaluation/partners.py": partners,
     experiments.GRU: ppo_gru,
 }
-ADAPT_FLAGS = {field.name for field in dataclasses.fields(adapt.Args)}
-PARTNERS_FLAGS = {field.name for field in dataclasses.fields(partners.Args)}
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
@@ -129,7 +126,7 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
     for name, section in experiments.SECTIONS.items():
         for run in section.runs.values():
             commands = run.then if name in experiments.TASKS else (f"{run.script} {run.flags}", *run.then)
-            found |= {tuple(words.split(" ", 1)) for words in commands if not is_new(words)}
+            found |= {tuple(words.split(" ", 1)) for words in commands}
             found |= {run.before[:2]} if run.before else set()
             assert set(run.patch) <= experiments.PATCHES.keys()
     assert len(found) > 50
@@ -137,22 +134,15 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
         SCRIPTS[script].parse_args(flags.split())
 
 
-def is_new(command):
-    """Flags that these scripts may not have yet: the two tests below"""
-    return "--others" in command or ("partners.py" in command and "--modes" in command)
-
-
-@pytest.mark.skipif("others" not in ADAPT_FLAGS, reason="evaluation/adapt.py has no --others yet")
 @pytest.mark.parametrize("board", experiments.BOARDS)
 def test_learned_co_players_are_understood(board, monkeypatch):
-    monkeypatch.setattr(evaluation_runs, "load_run", lambda args, words, needs: None)  # there is no run
+    monkeypatch.setattr(adapt, "load_run", lambda args, words, needs: None)  # there is no run
     *_, learned, _ = experiments.meetings("PPO", board)
     words = learned.replace(f"OTHERS_{board}", "PPO=a.pt HOP+=b.pt").split()
     args = adapt.parse_args(words[1:])
     assert (args.sets, len(args.others), args.modes) == ("learned", 2, ("frozen", "learning"))
 
 
-@pytest.mark.skipif("modes" not in PARTNERS_FLAGS, reason="evaluation/partners.py has no --modes yet")
 @pytest.mark.parametrize(("arm", "modes"), [("inferred", ("frozen",)), ("HOP+", ("frozen", "learning"))])
 def test_partners_of_a_new_kind_are_understood(arm, modes):
     _, *commands = experiments.SECTIONS["stays-4x4"].runs[arm].then
@@ -784,10 +774,23 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
 
 @pytest.mark.parametrize("board", experiments.BOARDS)
 def test_every_method_meets_the_same_players(board):
-    """Only PPO measures the references; the control trains with the players that the models of HOP+ watch"""
+    """Only PPO measures the references; the controls train with the players that the models of HOP+ watch"""
     methods = experiments.METHODS[board]
-    mixed = dataclasses.replace(methods["PPO"], flags=f"{methods['PPO'].flags} {experiments.MIXED}")
-    assert methods["PPO, mixed"] == mixed
+    flags = {}
+    for name, method in methods.items():
+        words = experiments.method_flags(method, board, experiments.TEST_SEEDS).split()
+        flags[name] = SCRIPTS[method.script].parse_args([*words, "--device", "cpu"])
+    watched = flags["HOP+"].population
+    control = flags["PPO, mixed"]
+    redraw = {"PPO, mixed": "game", "GRU, mixed": "never", "+ subgoals, mixed": "never"}  # who remembers keeps them
+    assert [name for name in methods if name.endswith("mixed")] == list(redraw)
+    for name in redraw:
+        args = flags[name]
+        assert (args.seats, args.population) == ("learner,mixed,mixed,mixed", watched)
+        assert (args.redraw, args.unsteady) == (redraw[name], 0.35)
+        assert (args.num_envs, args.total_timesteps) == (control.num_envs, control.total_timesteps)
+        assert (args.seed, args.num_seeds, args.config) == (11, 5, control.config)
+    assert flags["+ subgoals, mixed"].learning_rate == control.learning_rate
     for name in methods:
         run = experiments.SECTIONS["7"].runs[experiments.label_of(name, board)]
         assert run == experiments.SECTIONS["8"].runs[experiments.label_of(name, board)]
@@ -795,7 +798,7 @@ def test_every_method_meets_the_same_players(board):
         sets = [re.findall(r"--sets (\w+)|$", command)[0] for command in commands]
         assert sets == ["", "strangers", "learned"] and f"--others OTHERS_{board}" in commands[2]
         assert {"--no-references" in command for command in commands} == {name != "PPO"}
-        assert all("frozen" in command and "learning" in command for command in commands)
+        assert all(re.search(r"--modes frozen learning( --|$)", command) for command in commands)
 
 
 def test_hopplus_has_one_setting():

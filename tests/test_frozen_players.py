@@ -2,19 +2,35 @@
 
 import csv
 import dataclasses
+from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
-from evaluation import adapt, evaluate, frozen_players, runs
+from benchmarks.baselines import ppo_gru
+from evaluation import adapt, evaluate, frozen_players, gru, runs
 from stag_hunt_env import STAY, StagHuntConfig
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from test_evaluation import FAST, read, untrained, watch
+from test_gru import untrained as untrained_gru
 
 CONFIG = StagHuntConfig(height=3, width=4, num_hares=3, final_time=6)
 SMALL = {"config": CONFIG, "num_seeds": 1}
+SHORT = {"config": dataclasses.replace(CONFIG, final_time=3), "num_seeds": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: Path(path).write_text("a picture"))
+
+
+def recurrent(folder, config=CONFIG):
+    """A checkpoint of ppo_gru.py"""
+    (path,) = untrained_gru(folder, config=config, seats="learner,mixed,mixed,mixed", num_seeds=1)
+    return path
 
 
 def refusal(*words):
@@ -70,11 +86,19 @@ def test_names(tmp_path, monkeypatch):
     assert list(others) == ["ppo-omg seed 4", "X", "Y"]
 
 
-def test_another_run_does_not_change_how_the_gpu_multiplies(tmp_path):
-    path = untrained(tmp_path, precision="fp32", **SMALL)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    frozen_players.load_others((str(path),), "cpu", CONFIG)
-    assert torch.backends.cuda.matmul.allow_tf32
+@pytest.mark.parametrize("tf32", [True, False])
+def test_another_run_does_not_change_how_the_gpu_multiplies(tf32, tmp_path):
+    """Nor does a recurrent one, which always multiplies in tf32"""
+    path = untrained(tmp_path, precision="fp32", **SMALL) if tf32 else recurrent(tmp_path)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    others = frozen_players.load_others((f"A={path}",), "cpu", CONFIG)
+    tables = [["learner", "A", "A", "A"]]
+    seats = game.Seats(game.StagHuntEnv(CONFIG, 2), frozen_players.stand_ins(others, tables))
+    frozen_players.seat_others(others, seats, tables, [0, 0])
+    after = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before
+    assert after == tf32
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -147,11 +171,12 @@ def test_they_play_as_they_do_where_they_learn(case, tmp_path):
 def test_adaptation_to_them(tmp_path, monkeypatch):
     """Of A seed 1 stays for ever and seed 2 acts at random; B, which had one learner, stays for ever"""
     monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 8)
-    path = untrained(tmp_path / "run", "ppo-omg", **SMALL)
-    a = untrained(tmp_path / "a", stays=[True] * 4 + [False] * 4, config=CONFIG)
-    b = untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SMALL)
+    path = untrained(tmp_path / "run", "ppo-omg", **SHORT)
+    a = untrained(tmp_path / "a", stays=[True] * 4 + [False] * 4, config=SHORT["config"])
+    b = untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SHORT)
     words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"B={b}", "--repetitions", 4, "--games-at-once", 2]
-    words += ["--modes", "frozen", "learning", "--best-response-steps", 64, "--best-response-seeds", 2]
+    words += ["--steps", 12, "--every", 3]
+    words += ["--modes", "learning", "--best-response-steps", 64, "--best-response-seeds", 2]
     args = read(adapt, path, *words)
     played, states, metrics = [], [], []
     watch(args, "rollout", played)
@@ -168,7 +193,7 @@ def test_adaptation_to_them(tmp_path, monkeypatch):
     monkeypatch.setattr(frozen_players.LearnedSeats, "action_probs", watched)
     found = adapt.main(args)
     sets = ["3 of A", "3 of B", "2 of A + B", "A + 2 of B"]
-    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
+    rows = ("random", "Bayes hunter", "learning", "best response")
     assert set(found) == {f"{name}/{key}" for name in rows for key in sets}
     expected = [["A"] * 3, ["B"] * 3, ["A", "A", "B"], ["A", "B", "B"]]
 
@@ -195,4 +220,78 @@ def test_adaptation_to_them(tmp_path, monkeypatch):
     for end in (".csv", "_repetitions.csv", "_curve.csv", ".png"):
         assert (tmp_path / f"run/adaptation_learned{end}").stat().st_size > 0
     assert [row["co_players"] for row in table_of(tmp_path / "run/adaptation_learned.csv")] == sets
-    assert all(found[f"{name}/3 of B"] <= 1 for name in ("frozen", "best response")), "nobody hunts stags with it"
+    assert all(found[f"{name}/3 of B"] <= 1 for name in ("learning", "best response")), "nobody hunts stags with it"
+
+
+def test_a_recurrent_co_player_beside_another(tmp_path):
+    """It acts as GruPlayers do, with a memory of each seat that goes on from game to game"""
+    path = untrained(tmp_path / "a", stays=[True] * 4, **SMALL)
+    texts = (f"A={path}", recurrent(tmp_path / "gru"))
+    others = frozen_players.load_others(texts, "cpu", CONFIG)
+    assert list(others) == ["A", "gru seed 3"]
+    assert others["gru seed 3"].script is ppo_gru and others["A"].script is not ppo_gru
+    tables = [
+        ["learner", "A", "gru seed 3", "gru seed 3"],
+        ["gru seed 3", "learner", "random", "A"],
+        ["A", "random", "A", "learner"],
+    ]
+    env = game.StagHuntEnv(CONFIG, 6, "cpu", 1)
+    seats = game.Seats(env, frozen_players.stand_ins(others, tables))
+    seats = frozen_players.seat_others(others, seats, tables, [0] * 6)
+    by_game = [table for table in tables for _ in range(2)]
+    is_gru = torch.tensor([[name == "gru seed 3" for name in table] for table in by_game])
+    is_a = torch.tensor([[name == "A" for name in table] for table in by_game])
+    is_random = torch.tensor([[name == "random" for name in table] for table in by_game])
+    assert torch.equal(seats.kinds == game.LEARNER, ~is_random), "whoever is told who sits there is told: learners"
+    alone = gru.GruPlayers(others["gru seed 3"], env, is_gru)
+    at_random = torch.full((3, 2, game.NUM_ACTIONS), 1 / game.NUM_ACTIONS)
+    games = torch.zeros(6)
+    for _ in range(30):
+        expected = alone.probs(env.state)
+        probs = seats.action_probs(env.state, at_random)
+        assert torch.equal(probs[is_gru], expected[is_gru])
+        assert (probs[is_a][:, STAY] > 0.99).all()
+        torch.testing.assert_close(probs.sum(2), torch.ones(6, 4))
+        actions = game.sample(probs)
+        _, present_before, done = env.advance(actions)
+        seats.update(actions, present_before, done)
+        alone.update(actions, done)
+        games += done
+    _, group = seats.groups
+    for ours, theirs in zip(group.memory, alone.memory, strict=True):
+        assert torch.equal(ours, theirs)
+    assert games.min() >= 3 and (group.memory.state.abs().amax(2) > 0.05).all()
+    assert not group.memory.reset.any(), "it remembers"
+
+
+@pytest.mark.parametrize("kind", ["gru", "ppo"])
+def test_learners_adapt_to_recurrent_co_players(kind, tmp_path, monkeypatch):
+    """A stays for ever, the recurrent G does not: where the learner is scored, practises and is tested"""
+    config = SHORT["config"]
+    a = untrained(tmp_path / "a", stays=[True] * 4, **SHORT)
+    g = recurrent(tmp_path / "g", config)
+    path = recurrent(tmp_path / "run", config) if kind == "gru" else untrained(tmp_path / "run", **SHORT)
+    words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"G={g}", "--repetitions", 4, "--games-at-once", 2]
+    words += ["--steps", 12, "--every", 3, "--modes", "frozen", "learning", "--no-references"]
+    moved = {}
+    update = frozen_players.LearnedSeats.update
+
+    def watched(seats, actions, *given):
+        assert seats.num_learners == 16 and (seats.kinds == game.LEARNER).all()
+        before = moved.get(seats.num_envs, torch.zeros_like(actions, dtype=torch.bool))
+        moved[seats.num_envs] = before | (actions != STAY)
+        update(seats, actions, *given)
+
+    monkeypatch.setattr(frozen_players.LearnedSeats, "update", watched)
+    scores = adapt.main(read(adapt, path, *words))
+    sets = {"3 of A": "AAA", "3 of G": "GGG", "2 of A + G": "AAG", "A + 2 of G": "AGG"}
+    assert set(scores) == {f"{mode}/{key}" for mode in ("frozen", "learning") for key in sets}
+    assert [row["co_players"] for row in table_of(tmp_path / "run/adaptation_learned.csv")] == list(sets)
+    assert moved.keys() == {2, 1, 4}, "scored, practised, held out"
+    for places, moves in moved.items():
+        is_a = []
+        for others in sets.values():
+            for repetition in range(4):
+                table = "".join(("L" + others)[(seat - repetition) % 4] for seat in range(4))
+                is_a += [[name == "A" for name in table]] * places
+        assert torch.equal(moves, ~torch.tensor(is_a))

@@ -921,7 +921,7 @@ def test_rule_based_games_are_new_and_seen_with_the_present_networks():
 
 @pytest.mark.parametrize("discount", [0.0, 0.9])
 def test_watched_players_stay_if_they_are_remembered(discount):
-    """Else a history would be of somebody else"""
+    """Else a history would be of somebody else; but in --unsteady places nobody stays"""
     state = make_state("ppo-omg", memory_discount=discount, num_envs=32)
     pretraining = make_watched("ppo-omg", memory_discount=discount, num_envs=16)
     for args, games, networks in (
@@ -935,7 +935,11 @@ def test_watched_players_stay_if_they_are_remembered(discount):
             done.append(transitions.done)
             changed |= games.seats.kinds != first
         assert torch.cat(done, 1).any(1).all(), "every game ended"
-        assert not changed.any() if discount else changed.float().mean() > 0.5
+        number = torch.arange(len(changed)) % games.seats.num_envs
+        may_change = number < 0.35 * games.seats.num_envs  # in each block the first
+        if discount == 0:
+            may_change[:] = True
+        assert not changed[~may_change].any() and changed[may_change].float().mean() > 0.5
 
 
 def model_losses(state, windows, eps=0.0, **changes):

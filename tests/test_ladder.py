@@ -108,7 +108,14 @@ def test_games_are_counted_place_by_place():
 
 ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(scripted.GOALS), "num_seeds": 2}
 TINY = ONE | {"config": SMALL, "num_envs": 4, "num_steps": 8, "redraw": "never"}
-NETWORKS = {"policy_hidden": 8, "subgoal_hidden": 8, "goal_dim": 4, "wm_hidden": 8, "num_simulations": 2}
+NETWORKS = {
+    "policy_hidden": 8,
+    "subgoal_hidden": 8,
+    "goal_dim": 4,
+    "wm_hidden": 8,
+    "num_simulations": 2,
+    "imagination_horizon": 5,
+}
 
 
 def untrained(folder, script=hop, method="ppo-omg", **changes):
@@ -230,9 +237,9 @@ def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path,
 
     def with_memories(*given, **changes):  # other ones in each place
         state, generator = seat_learners(*given, **changes), torch.Generator().manual_seed(3)
-        history, posterior = state.games.history, state.games.seats.log_posterior
+        history, joint = state.games.history, state.games.seats.log_joint  # [B, N, 2, P]: is it steady, who is it
         history.copy_(torch.rand(history.shape, generator=generator))
-        posterior.copy_(torch.rand(posterior.shape, generator=generator).log_softmax(2))
+        joint.copy_(torch.rand(joint.shape, generator=generator).flatten(2).log_softmax(2).view(joint.shape))
         return state
 
     monkeypatch.setattr(partners.runs, "seat_learners", with_memories)
@@ -296,8 +303,8 @@ def test_every_meeting_has_a_learner_that_learns(kind, tmp_path, monkeypatch):
 def test_how_a_partner_learns(script, method, mode, tmp_path, monkeypatch):
     """Of each kind of learner; what they earn is counted by the number of the game, in the seed's own meetings"""
     seen = []
-    done = torch.ones(2 * 4, 5, 1, dtype=torch.bool)
-    returns = torch.arange(8.0).view(8, 1, 1) + 10 * torch.arange(5.0).view(1, 5, 1)
+    done = np.ones((2 * 4, 5, 1), bool)
+    returns = np.arange(8.0).reshape(8, 1, 1) + 10 * np.arange(5.0).reshape(1, 5, 1)
 
     def loop(flags, run, *given):
         *_, mode = given

@@ -23,6 +23,7 @@ TINY = {
     "policy_hidden": 16,
     "subgoal_hidden": 8,
     "goal_dim": 5,
+    "imagination_horizon": 5,
     "num_seeds": 2,
 }
 

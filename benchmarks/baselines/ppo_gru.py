@@ -51,8 +51,9 @@ class TrainArgs:
     """the players that mixed seats draw from"""
     redraw: str = "never"
     """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
-    unsteady: Fraction = 0.0
-    """share of the places whose mixed seats get a new player after each game whatever --redraw says"""
+    unsteady: Fraction = 0.35
+    """share of the places whose mixed seats get a new player after each game whatever --redraw says
+    (without --keep-state: none)"""
     keep_state: bool = True
     """keep the GRU's state from game to game (default: unless --redraw game)"""
     state_reset_prob: Fraction = 0.005
@@ -367,8 +368,13 @@ def make_games(args: Args, tables: list):
     device = game.resolve_device(args.device)
     torch.manual_seed(args.seed)
     env = StagHuntEnv(args.config, len(tables) * args.num_envs, device, args.seed)
-    who = {"population": args.population, "redraw": args.redraw, "unsteady": args.unsteady}
-    seats = game.Seats(env, tables, **who)
+    seats = game.Seats(
+        env,
+        tables,
+        population=args.population,
+        redraw=args.redraw,
+        unsteady=args.unsteady if args.keep_state else 0.0,
+    )
     return env, seats, first_rollout_state(args, (len(tables), args.num_envs), device)
 
 
@@ -397,15 +403,9 @@ def make_training(args: Args):
 
 def make_run_folders(args: Args) -> list[Path]:
     """One folder per seed, each with the flags"""
-    stamp = int(time.time())
-    while any(Path(args.run_dir).glob(f"*__{stamp}")):  # another run began in the same second
-        stamp += 1
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    name = f"{args.exp_name}__{args.config.setting}"
-    folders = [Path(args.run_dir) / f"{name}__{seed}__{stamp}" for seed in seeds]
     try:
+        folders = game.new_folders(args, args.config.setting)
         for folder in folders:
-            folder.mkdir(parents=True)
             (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
     except OSError as error:
         raise game.UserError(f"could not write to {error.filename}: {error.strerror}") from error
