@@ -786,9 +786,10 @@ class Seats:
         kinds = torch.tensor(table_kinds, device=env.device).repeat_interleave(self.num_envs, 0)  # [B, N]
         number = torch.arange(env.num_envs, device=env.device) % self.num_envs
         self._team = ((number % 2 == 1) & teams)[:, None]
+        team_number = number[:, None] // 2
         seat = torch.arange(players, device=env.device)
-        self._onlooker = seat == (number // 2 % players)[:, None]
-        self._draw_players(kinds)
+        self._onlooker = seat == team_number % players
+        self._draw_players(kinds, team_number // players)
         mixed = kinds == MIXED
         self._steady_prob = mixed * redraw_prob(redraw)  # [B, N] of a new player after a game
         changes = number < round(unsteady * self.num_envs)
@@ -826,14 +827,16 @@ class Seats:
         self._kind = {name: number for number, name in enumerate(self.names)}
         self._kind |= {"learner": LEARNER, "mixed": MIXED, "switching": SWITCHING}
 
-    def _draw_players(self, kinds):
+    def _draw_players(self, kinds, team_kind):
         device = kinds.device
         count = len(self.population)
         players = kinds.shape[1]
         # Dealt evenly: with players that stay, luck would else outweigh what is to be measured.
         order = torch.rand(self.num_blocks, self.num_envs, players, device=device).argsort(1)
         first = torch.randint(count, (self.num_blocks, 1, players), device=device)
-        drawn = self._make_teams((order + first).flatten(0, 1) % count)  # [B, N]
+        drawn = (order + first).flatten(0, 1)  # [B, N]
+        drawn = torch.where(self._team, team_kind, drawn) % count
+        drawn = self._make_teams(drawn)
         self.kinds = torch.where(kinds == MIXED, drawn, kinds)
         self._switching = kinds == SWITCHING
         if self._switches:

@@ -515,6 +515,9 @@ def test_every_second_game_has_a_team_of_one_kind_that_one_looks_on_at_random(po
         assert ((others == highest) | (others < 0))[in_team].all(), "all of one kind"
         seen.append(kinds)
     seen = torch.stack(seen)
+    dealt = torch.cat([seen[0], onlooker.long().argmax(1, keepdim=True)], 1)[in_team]
+    teams, how_often = dealt.unique(dim=0, return_counts=True)
+    assert len(teams) == 3 * len(seats.population) and how_often.max() - how_often.min() <= 2, "dealt evenly"
     assert seen[:, in_team].flatten().unique().tolist() == list(range(len(seats.population))), "of any kind"
     steady = number >= 24
     assert (seen[:, steady] == seen[0, steady]).all()
