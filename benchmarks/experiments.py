@@ -114,7 +114,7 @@ MIXED = "--seats learner,mixed,mixed,mixed"
 MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare --redraw never"
 MIXED_OMG = f"--method ppo-omg {MIXED} --redraw never"
 FAST = "--learning-rate 1e-3"  # alone with rule-based players
-CALM = "--learning-rate 3e-4"
+SLOW = "--learning-rate 3e-4"
 METHODS = {
     "4x4": {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
@@ -125,9 +125,9 @@ METHODS = {
     },
     "8x8": {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
-        "PPO, mixed": Method(PPO, 1024, 8_000_000, f"--method ppo {CALM} {MIXED}"),
+        "PPO, mixed": Method(PPO, 1024, 8_000_000, f"--method ppo {SLOW} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 8_000_000, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 8_000_000, f"{MIXED_OMG} {CALM}"),
+        "+ subgoals, mixed": Method(PPO, 1024, 8_000_000, f"{MIXED_OMG} {SLOW}"),
         "HOP+": Method(PPO, 256, 2_000_000),
     },
 }
@@ -147,7 +147,7 @@ OTHERS = {
         "PPO": METHODS["8x8"]["PPO"],
         "HOP+": METHODS["8x8"]["HOP+"],
         "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 1_200_000, f"--method ppo {CALM}"),
+        "early": Method(PPO, 1024, 1_200_000, f"--method ppo {SLOW}"),
         "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
     },
 }
@@ -332,18 +332,19 @@ SEEDS5 = "--num-seeds 5 --log-every 2"
 SEEDS8 = "--num-seeds 8 --log-every 2"
 SHORT = f"{SEEDS5} --total-timesteps 300000"
 BRIEF = f"{SEEDS5} --total-timesteps 150000"
-SUBGOALS = f"{SHORT} --method ppo-omg"
+QUICK = "--num-envs 256 --learning-rate 5e-4"  # fewest steps of PPO on 4x4; on 8x8 it would end with hares
+SUBGOALS = f"{SHORT} --method ppo-omg {QUICK}"
 CALM = f"{SHORT} --learning-rate 5e-4"  # with which real samples alone learn to hunt the stag, too
 FOR_ACTOR = f"{CALM} --critic-data real"
 UNCHECKED = "--trust-exact-match 0"
 BADLY = f"{UNCHECKED} --imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
 INSIDE = f"{SHORT} {UNCHECKED} --ppo-real-ratio 0.05"
-PPO_SEATS = f"{SEEDS8} --method ppo --total-timesteps 600000"
+PPO_SEATS = f"{SEEDS8} --method ppo --total-timesteps 600000 {QUICK}"
 SEARCH = f"{SEEDS5} --total-timesteps 120000"
 SEARCH_LONG = f"{SEEDS5} --total-timesteps 400000"
 UNTRAINED = f"{SEEDS8} --total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 100000 --num-envs 64"
-PPO_FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo"
+PPO_FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo --learning-rate 5e-4"
 TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
 ABLATED = method_flags(METHODS["4x4"]["HOP+"], "4x4", TEST_SEEDS)
 SEARCHES = {
@@ -456,7 +457,7 @@ SECTIONS = {
         {
             **MEETING_RUNS,
             **SEARCHES,
-            "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0 --unsteady 0", then=(ADAPT,)),
+            "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(PPO_FEW),
             "HOP+, few steps": Run(FEW),
@@ -465,7 +466,7 @@ SECTIONS = {
             "few, optimistic": Run(f"{FEW} --subgoal-selection optimistic"),
             "few, final": Run(f"{FEW} --subgoal-selection final"),
             "few, no subgoals": Run(f"{FEW} --subgoals none"),
-            "PPO, 4h2s": Run(f"{TWO_STAGS} --method ppo"),
+            "PPO, 4h2s": Run(f"{TWO_STAGS} --method ppo {QUICK}"),
             "HOP+, 4h2s": Run(TWO_STAGS),
         },
         [("bars", "steps_to_2.8"), ("adaptation", "standard"), ("meeting", "3 NH")],
