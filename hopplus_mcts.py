@@ -294,10 +294,10 @@ MODELS_ON_CPU = {
 }
 IMAGINATION_ON_CPU = {  # few games, much imagined
     "num_envs": 64,
-    "total_timesteps": 100_000,
+    "total_timesteps": 150_000,
     "learning_rate": 2e-3,
     "num_minibatches": 16,
-    "watched_starts": 0.75,
+    "watched_starts": 0.85,
 }
 SEARCH_ON_CPU = {
     **ON_CPU,
@@ -328,7 +328,7 @@ DEFAULTS = {  # what differs from the class defaults
 LARGE_BOARD = {  # and where there are more than 16 cells
     ("ppo", "cpu"): PPO_LARGE_ON_CPU,
     ("ppo-omg", "cpu"): PPO_LARGE_ON_CPU,
-    ("hopplus", "cpu"): {"total_timesteps": 300_000},
+    ("hopplus", "cpu"): {"total_timesteps": 350_000},
 }
 METHODS = tuple(method for method, device in DEFAULTS if device == "cpu")
 

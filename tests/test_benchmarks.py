@@ -432,6 +432,7 @@ def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
 
 
 def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
+    import matplotlib.pyplot  # noqa: F401, it must see Figure as it is
 
     def savefig(figure, path, **_):
         """In a third of the time"""

@@ -577,7 +577,7 @@ def test_defaults_follow_method_and_device(monkeypatch):
     assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
     assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
     words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --strengths 1 2 3 4 --seed 5"
-    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5, "total_timesteps": 300_000}
+    expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5, "total_timesteps": 350_000}
     expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8, strengths=(1.0, 2.0, 3.0, 4.0))
     assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
     with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
