@@ -222,7 +222,7 @@ PPO_OMG = {"imagination": False}
 PPO_ON_GPU = {"num_envs": 1024, "learning_rate": 2e-4, "total_timesteps": 4_000_000}  # else 8x8 may end with hares
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
 PPO_ON_CPU = {**ON_CPU, "total_timesteps": 350_000, "update_epochs": 3}
-PPO_LARGE_ON_CPU = {"num_envs": 1024, "learning_rate": 2e-4, "total_timesteps": 2_500_000}
+PPO_LARGE_ON_CPU = {**PPO_ON_GPU, "update_epochs": 4, "total_timesteps": 3_500_000}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,

@@ -452,7 +452,8 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
     assert drawn == {"worst_case", "new_partner"} | {f"section_{name}" for name in published}
 
 
-TO_BE_MEASURED = (*experiments.TASKS, "1", "2", "3", "4", "7", "others", "8")  # their flags are new, their tables are old
+# Their flags are new, their tables are old.
+TO_BE_MEASURED = (*experiments.TASKS, "1", "2", "3", "4", "7", "others", "8")
 
 
 def sections_with_runs():
