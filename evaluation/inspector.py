@@ -218,9 +218,9 @@ def forget_earlier_games(history) -> torch.Tensor:
 @one_thread()
 @torch.no_grad()
 def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
-    """What each learner thought before each step, each [M, T, E, ...]. `goal`, where goals have categories of their own
-    (else: see look_ahead); `without`: the same if nothing had been carried over from earlier games; `memory`: how much
-    was"""
+    """What each learner thought before each step, each [M, T, E, ...]. `goal`: where goals have
+    categories of their own (else: see look_ahead); `without`: the same if nothing had been carried
+    over from earlier games; `memory`: how much was"""
     args = state.args
     steps = flat_steps(transitions)
     clock, views, belief = infer(run, state, steps, steps.history)
@@ -286,8 +286,8 @@ def game_over(config, time, first_hunt) -> torch.Tensor:
 
 
 def roll_forward(run: Run, state: Seated, start, samples: int):
-    """From steps `start` [M, n, ...], each `samples` times: yields an ImaginedStep of [M, n * samples] after another,
-    without end"""
+    """From steps `start` [M, n, ...], each `samples` times: yields one ImaginedStep of
+    [M, n * samples] after another, without end"""
     script = run.script
     args = state.args
     env = state.games.env
@@ -336,23 +336,36 @@ def choose_samples(env, num_starts: int, num_steps: int) -> int:
     return min(128, max(16, power_of_two))
 
 
-def note_first_hunts(config, imagined: ImaginedStep, first_hunts) -> tuple[torch.Tensor, torch.Tensor]:
-    """first_hunts [M, n, K]: what each co-player hunted first, its place in PREY. -> the same after this step, and
-    whether nobody is left who may yet"""
+def note_hunts(config, imagined: ImaginedStep, first_hunts):
+    """first_hunts [M, n, K]: what each co-player hunted first, its place in PREY. -> the same
+    after this step; whether nobody is left who may still hunt"""
     on_board = imagined.board[..., 1 : config.num_players] < config.num_cells
     may_hunt = on_board & ~imagined.over[..., None]
     hunted = (imagined.joint[..., 1:] - game.STAY).clamp(min=0) * may_hunt
     first_hunts = torch.where(first_hunts == 0, hunted, first_hunts)
     still_waiting = may_hunt & (first_hunts == 0)
-    return first_hunts, ~still_waiting.any()
+    return first_hunts, not still_waiting.any()
+
+
+class LookAhead(NamedTuple):
+    cells: torch.Tensor  # [M, T, E, steps, N, H*W + 1] samples with a player on a cell (the last: gone)
+    hunts: torch.Tensor  # [M, T, E, K, 3] share of samples in which a co-player first hunts: see PREY
+    samples: int
 
 
 @torch.no_grad()
-def look_ahead(run: Run, state: Seated, transitions, shown, steps_ahead: int, hunt_steps: int, samples: int | None):
-    """Rolls MOA and the world model (if there is none: the game's rules) forward from the steps shown, bool [T, B]. A
-    sample draws the co-players' subgoals once and keeps them, as a search does. -> how many samples see each player on
-    each cell (the last one: gone) [M, T, E, steps, N, H*W + 1] in ego order; the shares of samples in which each
-    co-player hunts nothing in `hunt_steps`, a stag first, a hare first [M, T, E, K, 3]; samples"""
+def look_ahead(
+    run: Run,
+    state: Seated,
+    transitions,
+    shown,
+    steps_ahead: int,
+    hunt_steps: int,
+    samples: int | None,
+) -> LookAhead:
+    """Rolls MOA and the world model (if there is none: the game's rules) forward from the steps
+    shown, bool [T, B]: `steps_ahead` for the cells, and at most `hunt_steps` until everybody hunts.
+    A sample draws the co-players' subgoals once and keeps them, as a search does."""
     env = state.games.env
     config = env.config
     steps = flat_steps(transitions)
@@ -363,30 +376,32 @@ def look_ahead(run: Run, state: Seated, transitions, shown, steps_ahead: int, hu
     num_steps = max(steps_ahead, hunt_steps)
     if samples is None:
         samples = choose_samples(env, order.numel(), num_steps)
-    counts_shape = (*asked.shape, steps_ahead, config.num_players, config.num_cells + 1)
-    counts = torch.zeros(counts_shape, dtype=torch.int32, device=env.device)
-    others = config.num_players - 1
-    hunts = torch.zeros(*asked.shape, others, len(PREY), device=env.device)
-    learner = torch.arange(len(order), device=env.device)[:, None]
+    players = config.num_players
+    device = env.device
+    cells_shape = (*asked.shape, steps_ahead, players, config.num_cells + 1)
+    cells = torch.zeros(cells_shape, dtype=torch.int32, device=device)
+    hunts = torch.zeros(*asked.shape, players - 1, len(PREY), device=device)
+    learner = torch.arange(len(order), device=device)[:, None]
     for number, rows in enumerate(order.split(max(1, ROWS // samples // len(order)), 1)):
         torch.manual_seed(number)  # with and without earlier games: the same luck
         start = tree_map(lambda x, rows=rows: x[learner, rows], steps)
-        first_hunts = torch.zeros(len(order), rows.shape[1] * samples, others, dtype=torch.int64, device=env.device)
+        hunts_shape = (len(order), rows.shape[1] * samples, players - 1)
+        first_hunts = torch.zeros(hunts_shape, dtype=torch.int64, device=device)
         all_hunted = hunt_steps == 0
         rollouts = itertools.islice(roll_forward(run, state, start, samples), num_steps)
         for step, imagined in enumerate(rollouts):
             if step < steps_ahead:
-                players = imagined.next_board[..., : config.num_players].long()
-                seen = F.one_hot(players, config.num_cells + 1).unflatten(1, (-1, samples))
-                counts[learner, rows, step] = seen.sum(2, dtype=torch.int32)
+                cell = imagined.next_board[..., :players].long()
+                seen = F.one_hot(cell, config.num_cells + 1).unflatten(1, (-1, samples))
+                cells[learner, rows, step] = seen.sum(2, dtype=torch.int32)
             if step < hunt_steps:
-                first_hunts, all_hunted = note_first_hunts(config, imagined, first_hunts)
+                first_hunts, all_hunted = note_hunts(config, imagined, first_hunts)
             if step + 1 >= steps_ahead and all_hunted:
                 break
         by_sample = F.one_hot(first_hunts, len(PREY)).unflatten(1, (-1, samples))
         hunts[learner, rows] = by_sample.float().mean(2)
     shape = transitions.time.shape[1:]
-    return counts.unflatten(1, shape), hunts.unflatten(1, shape), samples
+    return LookAhead(cells.unflatten(1, shape), hunts.unflatten(1, shape), samples)
 
 
 # ---- The page
@@ -493,14 +508,16 @@ def inspect_run(run: Run, seats: str | None, games=8, places=2, steps_ahead=4, s
         game_number = seen["done"].cumsum(0) - seen["done"].long()
         shown = game_number < torch.tensor(wanted, device=device)
         ahead = look_ahead(run, state, transitions, shown, steps_ahead, hunt_steps, samples)
-        minds["ahead"], hunts, samples = ahead
+        minds["ahead"] = ahead.cells
         if kind == LOOK_AHEAD:
-            minds["goal"] = hunts
+            minds["goal"] = ahead.hunts
         if kind == LOOK_AHEAD and data["carried"] > 0:
-            stranger = transitions._replace(history=forget_earlier_games(transitions.history))
-            _, minds["without"], _ = look_ahead(run, state, stranger, shown, 0, hunt_steps, samples)
+            history = forget_earlier_games(transitions.history)
+            stranger = transitions._replace(history=history)
+            forgetful = look_ahead(run, state, stranger, shown, 0, hunt_steps, ahead.samples)
+            minds["without"] = forgetful.hunts
         model = "the game's own rules" if networks.world is None else "its world model"
-        data["ahead"] = {"steps": steps_ahead, "samples": samples, "model": model}
+        data["ahead"] = {"steps": steps_ahead, "samples": ahead.samples, "model": model}
     if "goal" in minds:
         data["goal"] = {"kind": kind, "names": categories, "steps": hunt_steps}
     minds = {name: by_seat(state, name, x) for name, x in minds.items()}
