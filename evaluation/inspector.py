@@ -12,6 +12,7 @@ seeds the first one plays. `docs/inspector.md` explains the page.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from evaluation import runs
 from evaluation.runs import Run, RunFlags, Seated, check_writable, learner_seats, play, seats_of
-from evaluation.subgoals import PREY, prey_taken
+from evaluation.subgoals import PREY
 
 import numpy as np
 import torch
@@ -40,16 +41,13 @@ NEEDS = (
     "goal_noise",
     "goal_mean",
     "history_decay",
-    "exited",
 )
 TEMPLATE = Path(__file__).resolve().parent / "inspector.html"
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 SEARCHED = ("visits", "q", "played", "search")  # what a script that searches adds to the outputs of a rollout
+LOOK_AHEAD = "what it hunts first"  # a goal of no categories of its own: read from the samples
 GOAL_DRAWS = 16  # subgoals over which MOA's prediction is averaged
-PROBE_PLACES = 24  # games at once for the probe
-PROBE_STEPS = 40  # how long they are played
-FIT_STEPS = 200  # of its fit
 ROWS = 8192  # imagined at a time
 CELLS = 3_500_000  # imagined in all, if nobody says how many samples
 DIGITS = 5  # of the numbers in the page
@@ -66,7 +64,7 @@ class InspectFlags:
     steps_ahead: game.Count = 4
     """how far the models are rolled forward from each step"""
     samples: game.Count | None = None
-    """how often (None: 128 on a GPU; on a CPU 8 to 128, so that it takes a few seconds)"""
+    """how often (None: 128 on a GPU; on a CPU 16 to 128, so that it takes a few seconds)"""
     out: str | None = None
     """the file to write (None: inspect_<seats>.html beside the checkpoint)"""
 
@@ -198,55 +196,30 @@ def goal_names(args) -> tuple[str, list[str]]:
         return known[args.subgoals]
     if args.goal_kind == "discrete":
         return "categories of g", [f"goal {k}" for k in range(args.goal_dim)]
-    return "probe of g", list(PREY)
+    return LOOK_AHEAD, list(PREY)
 
 
-def goal_probs(run: Run, state: Seated, steps, belief, probe) -> torch.Tensor | None:
-    """[M, n, K, categories]"""
+def goal_probs(run: Run, state: Seated, steps, belief) -> torch.Tensor:
+    """Of a goal that has categories of its own: [M, n, K, categories]"""
     args = state.args
     if args.subgoals in GIVEN:
         _, categories = goal_names(args)
         return steps.oracle_id[..., : len(categories)]
-    if belief is None:
-        return None
     goals = run.script.goal_mean(args.goal_kind, belief.params)
-    if probe is not None:
-        goals = (F.pad(goals, (0, 1), value=1.0) @ probe).softmax(-1)
     return goals.unflatten(1, belief.present.shape[1:])
 
 
-@one_thread()
-@torch.no_grad()
-def fit_probe(run: Run, table: list[str], seed: int) -> torch.Tensor:
-    """Logistic regression for each learner, on games of their own: g_j -> which prey j takes in this game. Those who
-    search act by their policy here, to save time. -> [M, D + 1, prey]"""
-    changes = {}
-    if hasattr(run.args, "planner") and run.args.subgoals == "inferred":  # else it has no q_phi then
-        changes["planner"] = "none"
-    state = seat_learners(run, table, seed + 1000, num_envs=PROBE_PLACES, **changes)
-    transitions, _, _ = play(run, state, max(PROBE_STEPS, run.args.config.final_time))
-    taken, finished, _ = prey_taken(run, transitions)
-    steps = flat_steps(transitions)
-    _, _, belief = infer(run, state, steps, steps.history.float())
-    counts = (finished[..., None] & belief.present.view_as(taken)).flatten(1)
-    weight = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    goals = run.script.goal_mean(state.args.goal_kind, belief.params)
-    x = F.pad(goals, (0, 1), value=1.0)  # [M, n * K, D + 1]
-    weighted = (x * weight[..., None]).mT
-    labels = F.one_hot(taken.flatten(1), len(PREY)).float()
-    ridge = 1e-5 * torch.eye(x.shape[2], device=x.device)
-    step = torch.linalg.inv(0.5 * weighted @ x + ridge)  # from a bound of the curvature: never too long (Boehning 1992)
-    probe = torch.zeros(*x.shape[::2], len(PREY), device=x.device)
-    for _ in range(FIT_STEPS):
-        gradient = weighted @ ((x @ probe).softmax(-1) - labels)
-        probe -= step @ (gradient + ridge @ probe)
-    return probe
+def forget_earlier_games(history) -> torch.Tensor:
+    """[..., 2 * hidden] -> the same, as if this were the first game together"""
+    now, before = history.chunk(2, -1)
+    return torch.cat([now, torch.zeros_like(before)], -1)
 
 
 @one_thread()
 @torch.no_grad()
-def read_minds(run: Run, state: Seated, transitions, probe) -> dict[str, torch.Tensor]:
-    """What each learner thought before each step, each [M, T, E, ...]. `without`: the goals if nothing had been carried
+def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
+    """What each learner thought before each step, each [M, T, E, ...]. `goal`: where goals have
+    categories of their own (else: see look_ahead); `without`: the same if nothing had been carried
     over from earlier games; `memory`: how much was"""
     args = state.args
     steps = flat_steps(transitions)
@@ -257,19 +230,19 @@ def read_minds(run: Run, state: Seated, transitions, probe) -> dict[str, torch.T
     policy = state.networks.policy
     last_joint = steps.last_joint.long()
     _, _, log_probs, value = run.script.evaluate_policy(args, policy, views, clock, last_joint, goals)
-    minds = {
-        "policy": log_probs.exp(),
-        "value": value,
-        "goal": goal_probs(run, state, steps, belief, probe),
-    }
+    minds = {"policy": log_probs.exp(), "value": value}
+    kind, _ = goal_names(args)
+    if kind != LOOK_AHEAD:
+        minds["goal"] = goal_probs(run, state, steps, belief)
     if belief is not None:
         minds["moa"] = expected_actions(run, state, belief, clock)
     if belief is not None and args.subgoals not in GIVEN:
-        now, before = steps.history.chunk(2, -1)
-        _, _, stranger = infer(run, state, steps, torch.cat([now, torch.zeros_like(before)], -1))
-        minds["without"] = goal_probs(run, state, steps, stranger, probe)
+        _, before = steps.history.chunk(2, -1)
         minds["memory"] = {"bayes": before, "hop": 0.5 + before}.get(args.subgoals, before[..., :1])
-    return {name: x.unflatten(1, transitions.time.shape[1:]) for name, x in minds.items() if x is not None}
+        if kind != LOOK_AHEAD:
+            _, _, stranger = infer(run, state, steps, forget_earlier_games(steps.history))
+            minds["without"] = goal_probs(run, state, steps, stranger)
+    return {name: x.unflatten(1, transitions.time.shape[1:]) for name, x in minds.items()}
 
 
 # ---- The next steps
@@ -294,12 +267,31 @@ def game_rules(env, board, walls, joint) -> torch.Tensor:
     return env.cells(after)[:, 0].view_as(board)
 
 
-def roll_forward(run: Run, state: Seated, start, steps_ahead: int, samples: int):
-    """From steps `start` [M, n, ...], each `samples` times: yields the board after each further step [M, n * samples,
-    N + P]"""
+class ImaginedStep(NamedTuple):
+    """Of n rollouts"""
+
+    board: torch.Tensor  # [M, n, N + P] before it
+    joint: torch.Tensor  # [M, n, N] what everybody does
+    next_board: torch.Tensor  # [M, n, N + P]
+    over: torch.Tensor  # bool [M, n]: the game had ended before it
+
+
+def game_over(config, time, first_hunt) -> torch.Tensor:
+    """bool [M, n], by the clock"""
+    over = time >= config.final_time
+    limit = config.steps_after_first_hunt
+    if limit is not None:
+        over |= (first_hunt >= 0) & (time - first_hunt >= limit)
+    return over
+
+
+def roll_forward(run: Run, state: Seated, start, samples: int):
+    """From steps `start` [M, n, ...], each `samples` times: yields one ImaginedStep of
+    [M, n * samples] after another, without end"""
     script = run.script
     args = state.args
     env = state.games.env
+    config = env.config
     networks = state.networks
     num_starts = start.time.shape[1]
 
@@ -309,18 +301,25 @@ def roll_forward(run: Run, state: Seated, start, steps_ahead: int, samples: int)
     clock, views, belief = infer(run, state, start, start.history)
     start, clock, views, belief = tree_map(repeat, (start, clock, views, belief))
     board = start.board
+    time = start.time.int()
+    first_hunt = start.first_hunt.int()
     last_joint = start.last_joint.long()
     noise = script.goal_noise(args, *belief.params.shape[:2], device=env.device)
-    for _ in range(steps_ahead):
+    while True:
         _, _, log_probs, _ = script.evaluate_policy(args, networks.policy, views, clock, last_joint, belief.goals)
         others = script.predict_actions(args, networks, belief, clock, noise)
-        last_joint = game.sample(torch.cat([log_probs[:, :, None], others], 2).exp())
+        joint = game.sample(torch.cat([log_probs[:, :, None], others], 2).exp())
         if networks.world is None:
-            board = game_rules(env, board, start.walls, last_joint)
+            next_board = game_rules(env, board, start.walls, joint)
         else:
-            board, _ = script.predict_step(env.config, networks.world, board, start.walls, last_joint, start.seat)
-        yield board
-        clock = clock + 1 / env.config.final_time
+            next_board, _ = script.predict_step(config, networks.world, board, start.walls, joint, start.seat)
+        yield ImaginedStep(board, joint, next_board, game_over(config, time, first_hunt))
+        time = time + 1
+        caught = (next_board != board)[..., config.num_players :].any(2)
+        first_hunt = torch.where(caught & (first_hunt < 0), time, first_hunt)
+        board = next_board
+        last_joint = joint
+        clock = clock + 1 / config.final_time
         views = script.entity_views(env, board, start.walls)
         seen_board, walls, legal = script.co_players(views)
         belief = belief._replace(board=seen_board, walls=walls, legal=legal)
@@ -328,11 +327,45 @@ def roll_forward(run: Run, state: Seated, start, steps_ahead: int, samples: int)
             belief = script.infer_opponents(args, env, networks, views, clock, start.history, start.oracle_id)
 
 
+def choose_samples(env, num_starts: int, num_steps: int) -> int:
+    """128 on a GPU; else as many as a few seconds allow, a power of two"""
+    if env.device.type == "cuda":
+        return 128
+    affordable = CELLS // (num_starts * num_steps * (env.config.num_cells + 32))
+    power_of_two = 1 << max(1, affordable).bit_length() - 1
+    return min(128, max(16, power_of_two))
+
+
+def note_hunts(config, imagined: ImaginedStep, first_hunts):
+    """first_hunts [M, n, K]: what each co-player hunted first, its place in PREY. -> the same
+    after this step; whether nobody is left who may still hunt"""
+    on_board = imagined.board[..., 1 : config.num_players] < config.num_cells
+    may_hunt = on_board & ~imagined.over[..., None]
+    hunted = (imagined.joint[..., 1:] - game.STAY).clamp(min=0) * may_hunt
+    first_hunts = torch.where(first_hunts == 0, hunted, first_hunts)
+    still_waiting = may_hunt & (first_hunts == 0)
+    return first_hunts, not still_waiting.any()
+
+
+class LookAhead(NamedTuple):
+    cells: torch.Tensor  # [M, T, E, steps, N, H*W + 1] samples with a player on a cell (the last: gone)
+    hunts: torch.Tensor  # [M, T, E, K, 3] share of samples in which a co-player first hunts: see PREY
+    samples: int
+
+
 @torch.no_grad()
-def look_ahead(run: Run, state: Seated, transitions, shown, steps_ahead: int, samples: int | None):
-    """Rolls MOA and the world model (if there is none: the game's rules) forward from the steps shown, bool [T, B]. A
-    sample draws the co-players' subgoals once and keeps them, as a search does. -> how many samples see each player on
-    each cell (the last one: gone) [M, T, E, steps, N, H*W + 1] in ego order; samples"""
+def look_ahead(
+    run: Run,
+    state: Seated,
+    transitions,
+    shown,
+    steps_ahead: int,
+    hunt_steps: int,
+    samples: int | None,
+) -> LookAhead:
+    """Rolls MOA and the world model (if there is none: the game's rules) forward from the steps
+    shown, bool [T, B]: `steps_ahead` for the cells, and at most `hunt_steps` until everybody hunts.
+    A sample draws the co-players' subgoals once and keeps them, as a search does."""
     env = state.games.env
     config = env.config
     steps = flat_steps(transitions)
@@ -340,20 +373,35 @@ def look_ahead(run: Run, state: Seated, transitions, shown, steps_ahead: int, sa
     asked = present & state.games.seats.per_learner(shown.T).mT.flatten(1)  # [M, T*E]
     most = int(asked.sum(1).max())
     order = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [M, n]
+    num_steps = max(steps_ahead, hunt_steps)
     if samples is None:
-        affordable = CELLS // (order.numel() * steps_ahead * (config.num_cells + 32))
-        power_of_two = 1 << max(1, affordable).bit_length() - 1
-        samples = 128 if env.device.type == "cuda" else min(128, max(8, power_of_two))
-    counts_shape = (*asked.shape, steps_ahead, config.num_players, config.num_cells + 1)
-    counts = torch.zeros(counts_shape, dtype=torch.int32, device=env.device)
-    learner = torch.arange(len(order), device=env.device)[:, None]
-    for rows in order.split(max(1, ROWS // samples // len(order)), 1):
+        samples = choose_samples(env, order.numel(), num_steps)
+    players = config.num_players
+    device = env.device
+    cells_shape = (*asked.shape, steps_ahead, players, config.num_cells + 1)
+    cells = torch.zeros(cells_shape, dtype=torch.int32, device=device)
+    hunts = torch.zeros(*asked.shape, players - 1, len(PREY), device=device)
+    learner = torch.arange(len(order), device=device)[:, None]
+    for number, rows in enumerate(order.split(max(1, ROWS // samples // len(order)), 1)):
+        torch.manual_seed(number)  # with and without earlier games: the same luck
         start = tree_map(lambda x, rows=rows: x[learner, rows], steps)
-        for step, board in enumerate(roll_forward(run, state, start, steps_ahead, samples)):
-            players = board[..., : config.num_players].long()
-            seen = F.one_hot(players, config.num_cells + 1).unflatten(1, (-1, samples))
-            counts[learner, rows, step] = seen.sum(2, dtype=torch.int32)
-    return counts.unflatten(1, transitions.time.shape[1:]), samples
+        hunts_shape = (len(order), rows.shape[1] * samples, players - 1)
+        first_hunts = torch.zeros(hunts_shape, dtype=torch.int64, device=device)
+        all_hunted = hunt_steps == 0
+        rollouts = itertools.islice(roll_forward(run, state, start, samples), num_steps)
+        for step, imagined in enumerate(rollouts):
+            if step < steps_ahead:
+                cell = imagined.next_board[..., :players].long()
+                seen = F.one_hot(cell, config.num_cells + 1).unflatten(1, (-1, samples))
+                cells[learner, rows, step] = seen.sum(2, dtype=torch.int32)
+            if step < hunt_steps:
+                first_hunts, all_hunted = note_hunts(config, imagined, first_hunts)
+            if step + 1 >= steps_ahead and all_hunted:
+                break
+        by_sample = F.one_hot(first_hunts, len(PREY)).unflatten(1, (-1, samples))
+        hunts[learner, rows] = by_sample.float().mean(2)
+    shape = transitions.time.shape[1:]
+    return LookAhead(cells.unflatten(1, shape), hunts.unflatten(1, shape), samples)
 
 
 # ---- The page
@@ -444,24 +492,34 @@ def inspect_run(run: Run, seats: str | None, games=8, places=2, steps_ahead=4, s
     places = min(places, games)
     wanted = [math.ceil((games - place) / places) for place in range(places)]
     state = seat_learners(run, table, seed, num_envs=places)
+    config = state.args.config
     networks = state.networks
     transitions, seen, minds = record_games(run, state, wanted)
-    kind, categories = goal_names(state.args)
-    probed = networks.inference is not None and kind == "probe of g"
-    probe = fit_probe(run, table, seed) if probed else None
-    minds |= read_minds(run, state, transitions, probe)
+    minds |= read_minds(run, state, transitions)
     data = page_settings(run, state, table, seed)
-    if "goal" in minds:
-        data["goal"] = {"kind": kind, "names": categories, "probed": probed}
     if "memory" in minds:
         data["carried"] = run.script.history_decay(state.args)
+    kind, categories = goal_names(state.args)
+    hunt_steps = 0
+    if kind == LOOK_AHEAD:  # the time to walk across the board
+        hunt_steps = min(config.height + config.width, config.final_time)
     if networks.moa is not None:
         device = state.games.env.device
         game_number = seen["done"].cumsum(0) - seen["done"].long()
         shown = game_number < torch.tensor(wanted, device=device)
-        minds["ahead"], samples = look_ahead(run, state, transitions, shown, steps_ahead, samples)
+        ahead = look_ahead(run, state, transitions, shown, steps_ahead, hunt_steps, samples)
+        minds["ahead"] = ahead.cells
+        if kind == LOOK_AHEAD:
+            minds["goal"] = ahead.hunts
+        if kind == LOOK_AHEAD and data["carried"] > 0:
+            history = forget_earlier_games(transitions.history)
+            stranger = transitions._replace(history=history)
+            forgetful = look_ahead(run, state, stranger, shown, 0, hunt_steps, ahead.samples)
+            minds["without"] = forgetful.hunts
         model = "the game's own rules" if networks.world is None else "its world model"
-        data["ahead"] = {"steps": steps_ahead, "samples": samples, "model": model}
+        data["ahead"] = {"steps": steps_ahead, "samples": ahead.samples, "model": model}
+    if "goal" in minds:
+        data["goal"] = {"kind": kind, "names": categories, "steps": hunt_steps}
     minds = {name: by_seat(state, name, x) for name, x in minds.items()}
     seen = {name: x.cpu().numpy() for name, x in seen.items()}
     for place, number in enumerate(wanted):
@@ -501,6 +559,7 @@ def page_settings(run: Run, state: Seated, table: list[str], seed: int) -> dict:
         "digits": DIGITS,
         "final_time": config.final_time,
         "actions": game.ACTION_NAMES,
+        "colours": game.COLOURS,
         "sprites": game.SPRITES,
         "ink": game.INK,
         "goal": None,

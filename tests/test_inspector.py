@@ -60,11 +60,10 @@ def checkpoint(folder: Path, script, method: str, **changes) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def less_work():
-    names = ("PROBE_PLACES", "PROBE_STEPS", "FIT_STEPS", "GOAL_DRAWS")
-    before = {name: getattr(inspector, name) for name in names}
-    vars(inspector).update(dict(zip(names, (8, 12, 20, 3), strict=True)))
+    before = inspector.GOAL_DRAWS
+    inspector.GOAL_DRAWS = 3
     yield
-    vars(inspector).update(before)
+    inspector.GOAL_DRAWS = before
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +81,21 @@ def load(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def look(load):
-    """Name of a case -> what the page shows"""
-    flags = {"games": 4, "places": 2, "steps_ahead": 1, "samples": 2, "seed": 3}
-    return functools.cache(lambda case: inspector.inspect_run(load(case), None, **flags))
+    """Name of a case, number of samples -> what the page shows"""
+
+    @functools.cache
+    def look(case: str, samples: int = 2):
+        return inspector.inspect_run(
+            load(case),
+            None,
+            games=4,
+            places=2,
+            steps_ahead=1,
+            samples=samples,
+            seed=3,
+        )
+
+    return look
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,11 +195,6 @@ def test_the_numbers_are_the_script_s(case, load, look):
     needed = max(number for _, number, _ in by_step(data, places)) + 1
     sitting, steps = watch(run, places, 3, needed)
     assert data["goal"] is None if case == "ppo" else len(data["goal"]["names"]) >= 2
-    probe = (
-        inspector.fit_probe(run, game.seats_table(run.args.seats, n), 3)
-        if data["goal"] and data["goal"]["probed"]
-        else None
-    )
     compared = 0
     expected_moa = [moa_of(run, step) if "belief" in step else None for step in steps]
     for shown, number, t in by_step(data, places):
@@ -231,9 +237,6 @@ def test_the_numbers_are_the_script_s(case, load, look):
                     close(mind["goal"][t][j], step["oracle"][(*row, k)])
                 elif run.args.goal_kind == "discrete":
                     close(mind["goal"][t][j], goal.softmax(0))
-                elif "goal" in mind:
-                    weights = probe[0 if run.args.share_parameters else sitting.index(i)]
-                    close(mind["goal"][t][j], (goal[:4] @ weights[:4] + weights[4]).softmax(0))
                 if "memory" in mind:
                     kept = step["history"][(*row, k)]
                     close(mind["memory"][t][j], 0.5 + kept[2:] if case == "hop" else kept[[run.args.subgoal_hidden]])
@@ -290,7 +293,7 @@ def test_who_took_what_and_the_scores(look):
 
 def test_what_is_carried_over(look):
     """In the first game nothing; in the second the steps in which the co-player was seen, discounted"""
-    data = look("partners")
+    data = look("partners", 64)
     assert data["carried"] == 0.9
     for place in (0, 1):
         first, second = (shown for shown in data["games"] if shown["place"] == place)
@@ -342,56 +345,120 @@ def test_one_step_ahead_is_what_moa_expects(case, load):
     assert compared > 10
 
 
-def test_the_probe_finds_what_is_there(load, monkeypatch):
-    """Labels that depend on g: the probe tells them; on g in another place: it does not"""
-    monkeypatch.setattr(inspector, "FIT_STEPS", 200)
-    run = load("hopplus")
-    found = {}
-
-    def label(shift):
-        def labels(run, transitions):
-            state = inspector.seat_learners(run, ["learner"] * 3, 1003, num_envs=inspector.PROBE_PLACES)
-            steps = type(transitions)(*(x.flatten(1, 2) for x in transitions))
-            _, _, belief = inspector.infer(run, state, steps, steps.history.float())
-            goals = belief.params[..., :4]
-            first = goals[..., 0].view(3, *transitions.time.shape[1:], 2).roll(shift, 2)
-            taken = 1 + (first > first.flatten(1).median(1).values[:, None, None, None]).long()
-            found["goals"], found["taken"] = goals, taken.flatten(1)
-            return taken, torch.ones_like(transitions.done), None
-
-        return labels
-
-    accuracy = []
-    for shift in (0, 1):
-        monkeypatch.setattr(inspector, "prey_taken", label(shift))
-        probe = inspector.fit_probe(run, ["learner"] * 3, 3)
-        said = (found["goals"] @ probe[:, :4] + probe[:, 4:]).argmax(-1)
-        accuracy.append((said == found["taken"]).float().mean())
-    assert accuracy[0] > 0.95 and accuracy[1] < accuracy[0] - 0.15, accuracy
+# ---------------------------------------------------------------------------------------------------------------------
+# The goals, from the look-ahead
 
 
-def test_the_probe_learns_from_other_games_that_ended(load, monkeypatch):
-    """What was not taken yet is not nothing; and a probe is not shown beside games that it was fitted to"""
-    monkeypatch.setattr(inspector, "PROBE_STEPS", 10)
-    run, prey_taken, probes = load("hopplus"), inspector.prey_taken, []
-    play, dealt = inspector.play, []
-    monkeypatch.setattr(
-        inspector,
-        "play",
-        lambda run, state, steps: dealt.append(game.copy_state(state.games.env.state)) or play(run, state, steps),
-    )
-    for shift in (0, 1):
+def beliefs(data):
+    """(game, step, co-player, MOA's probabilities, the shares of its goal), of all learners"""
+    for shown in data["games"]:
+        for mind in shown["minds"].values():
+            for t, about in enumerate(mind["moa"]):
+                for seat, expected in enumerate(about or []):
+                    if expected is not None:
+                        yield shown, t, seat, expected, mind["goal"][t][seat]
 
-        def labels(run, transitions, shift=shift):
-            taken, finished, number = prey_taken(run, transitions)
-            assert 0.2 < finished.float().mean() < 0.9
-            return torch.where(finished[..., None], taken, (taken + shift) % 3), finished, number
 
-        monkeypatch.setattr(inspector, "prey_taken", labels)
-        probes.append(inspector.fit_probe(run, ["learner"] * 3, 3))
-    assert torch.equal(*probes) and probes[0].abs().max() > 0.01
-    shown = inspector.seat_learners(run, ["learner"] * 3, 3, num_envs=2).games.env.state
-    assert not torch.equal(dealt[0].prey_position[:2], shown.prey_position)
+def eager_hunters(args, networks, belief, clock, noise):
+    """For predict_actions: who stands on prey hunts it, most likely; the others walk about"""
+    weight = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 30.0, 30.0])
+    probs = weight * belief.legal
+    probs = probs / probs.sum(-1, keepdim=True)
+    return probs.log().unflatten(1, (-1, CONFIG.num_players - 1))
+
+
+@pytest.mark.parametrize("case", ["hopplus", "partners", "none"])
+def test_goals_do_not_contradict_moa(case, load, monkeypatch):
+    """Who hunts a prey now, by MOA, hunts it first in at least as many samples"""
+    run = load(case)
+    monkeypatch.setattr(run.script, "predict_actions", eager_hunters)
+    data = inspector.inspect_run(run, None, games=8, steps_ahead=1, samples=64, seed=3)
+    assert data["goal"]["names"] == ["nothing", "stag", "hare"]
+    assert data["goal"]["kind"] == "what it hunts first"
+    assert data["goal"]["steps"] == 6
+    sure = {"stag": 0, "hare": 0}
+    for _, _, _, expected, shares in beliefs(data):
+        assert abs(sum(shares) - 1) < 1e-4
+        for prey, action in (("stag", game.HUNT_STAG), ("hare", game.HUNT_HARE)):
+            now = expected[action]
+            first = shares[data["goal"]["names"].index(prey)]
+            assert first > now - 5 * (now * (1 - now) / 64) ** 0.5 - 1e-4
+            if now > 0.7:
+                sure[prey] += 1
+                assert max(shares) == first, (expected, shares)
+    assert min(sure.values()) >= 3, sure
+
+
+def test_in_the_last_step_only_this_step_counts(look):
+    """Samples end with the game"""
+    compared = 0
+    for shown, t, _, expected, shares in beliefs(look("actions", 64)):
+        if shown["time"][t] == CONFIG.final_time - 1:
+            compared += 1
+            hunts = np.array([1 - sum(expected[HUNT_STAG:]), *expected[HUNT_STAG:]])
+            error = 5 * (hunts * (1 - hunts) / 64) ** 0.5 + 0.002
+            assert (np.abs(np.array(shares) - hunts) < error).all(), (shares, hunts)
+    assert compared > 3
+
+
+def test_the_shares_are_those_of_the_samples(load, monkeypatch):
+    """Each sample is watched here, step by step, and sorted by what each co-player hunts first"""
+    run = load("partners")
+    roll_forward = inspector.roll_forward
+    rollouts = []
+
+    def watched(run, state, start, samples):
+        rollouts.append([])
+        for imagined in roll_forward(run, state, start, samples):
+            rollouts[-1].append(imagined)
+            yield imagined
+
+    monkeypatch.setattr(inspector, "roll_forward", watched)
+    monkeypatch.setattr(run.script, "predict_actions", eager_hunters)
+    data = inspector.inspect_run(run, None, games=1, places=1, steps_ahead=1, samples=8, seed=4)
+    (shown,) = data["games"]
+    mind = shown["minds"][1]
+    present = [t for t, position in enumerate(shown["position"][:-1]) if position[1] >= 0]
+    with_history, _ = rollouts  # and without
+    assert 1 < len(with_history) <= data["goal"]["steps"] == 6
+    compared = set()
+    for row, t in enumerate(present):
+        for k, seat in enumerate((2, 0)):  # after the learner in seat 1
+            if shown["position"][t][seat] < 0:
+                assert mind["goal"][t][seat] is None
+                continue
+            found = {"nothing": 0, "stag": 0, "hare": 0}
+            for sample in range(8 * row, 8 * row + 8):
+                first = "nothing"
+                for ahead, imagined in enumerate(with_history):
+                    there = imagined.board[0, sample, 1 + k] < CONFIG.num_cells
+                    action = game.ACTION_NAMES[imagined.joint[0, sample, 1 + k]]
+                    in_time = shown["time"][t] + ahead < CONFIG.final_time
+                    if there and in_time and action.startswith("hunt") and first == "nothing":
+                        first = action.removeprefix("hunt ")
+                found[first] += 1
+            compared |= {name for name, count in found.items() if count}
+            assert mind["goal"][t][seat] == [count / 8 for count in found.values()], (t, seat)
+    assert compared == {"nothing", "stag", "hare"}
+
+
+def test_a_sample_ends_as_the_game_does():
+    config = dataclasses.replace(CONFIG, steps_after_first_hunt=2)
+    env = game.StagHuntEnv(config, num_envs=8)
+    env.reset()
+    time = torch.tensor([0, 1, 2, 3, 5, 6, 4, 4]).int()
+    first_hunt = torch.tensor([-1, -1, 1, 1, -1, -1, 3, 2]).int()
+    state = env.state._replace(time=time, first_hunt=first_hunt)
+    over = inspector.game_over(config, time, first_hunt)
+    assert torch.equal(over, env.game_over(state))
+    assert over.int().tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
+
+
+def test_no_model_no_goal(look):
+    """PPO has nothing to look ahead with, and says so"""
+    data = look("ppo")
+    assert data["goal"] is None and data["ahead"] is None
+    assert not {"goal", "without", "ahead"} & set(data["games"][0]["minds"][0])
 
 
 def test_time_goes_on_as_the_models_are_rolled_forward(load, monkeypatch):
@@ -578,6 +645,18 @@ def check_page(browser, data, game_number, t, player):
             )
 
 
+def score_goals(data):
+    """How often the largest share is what was hunted first in the next 6 steps; how often the most
+    frequent outcome is"""
+    truths = []
+    right = []
+    for shown, t, seat, _, shares in beliefs(data):
+        hunts = [actions[seat] - 4 for actions in shown["actions"][t : t + 6] if actions[seat] > 4]
+        truths.append([*hunts, 0][0])
+        right.append(int(np.argmax(shares)) == truths[-1])
+    return np.mean(right), max(np.bincount(truths)) / len(truths)
+
+
 def came_true(data, shown, player, t, ahead):
     """The share of samples that put each player where it was then, for those still there at t"""
     found = []
@@ -599,6 +678,10 @@ def test_a_browser_shows_it(browser, load, tmp_path):
     browser.open(f"file://{tmp_path / 'page.html'}")
     ready = browser.ask("performance.getEntriesByType('navigation')[0].loadEventEnd")
     assert 0 < ready < 1000, f"{ready} ms until the page is ready"
+    right, most_frequent = score_goals(data)
+    (legend,) = texts(browser, "#co-players small[class] [data-help='goal']")
+    said = [float(number) for number in re.findall(r"([\d.]+) %", legend)]
+    assert near(said[0], right) and near(said[1], most_frequent), (said, right, most_frequent)
     check_page(browser, data, 0, 0, 0)
     steps = len(data["games"][0]["actions"])
     for t in range(1, steps + 1):  # the whole game, by key
@@ -654,10 +737,10 @@ def test_a_browser_shows_it(browser, load, tmp_path):
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("ppo", "no belief about goals (subgoals: none)|no model of the others' actions|without search"),
+        ("ppo", "no belief about goals: no model to roll forward|no model of the others' actions|without search"),
         ("search", "2 trees, 3 simulations each|depth"),
         ("posterior", "exact Bayes posterior|no model of the others' actions to roll forward"),
-        ("partners", "MOA and the game's own rules"),
+        ("partners", "MOA and the game's own rules|what it hunts first in the next 6 steps, share of samples (right: "),
         ("hop", "Bayes' rule|carries over stag"),
     ],
 )
@@ -682,3 +765,114 @@ def test_every_kind_of_run_can_be_shown(case, said, browser, look, tmp_path):
     for _ in range(2 * CONFIG.final_time):
         browser.press("ArrowRight")
     assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
+
+
+# Labels of the page: none may be without a word in the help
+LABELS = "h2, small, th, label, .faint, .place, #players, #clock, #ahead-shares, .goal, main svg"
+FIND_LABELS = """window.labels = (kind) => {
+  return [...document.querySelectorAll(kind)].filter((label) => !label.closest('dialog'));
+}, 0"""
+WITHOUT_HELP = f"""labels({LABELS!r}).filter((label) => {{
+  const explained = label.closest('[data-help]') || label.querySelector('[data-help]');
+  return label.textContent.trim() && !explained;
+}}).map((label) => label.outerHTML)"""
+
+
+def show(browser, data, path, hash=""):
+    inspector.write_page(path, data)
+    browser.events.clear()
+    browser.open(f"file://{path}{hash}")
+
+
+@pytest.mark.browser
+def test_the_help_explains_every_mark(browser, look, tmp_path):
+    asked = set()
+    for case in ("hopplus", "ppo", "search", "hop", "partners"):
+        show(browser, look(case), tmp_path / f"{case}.html")
+        browser.ask(FIND_LABELS)
+        for _ in range(CONFIG.final_time + 1):
+            assert browser.ask(WITHOUT_HELP) == []
+            asked |= set(browser.ask("labels('[data-help]').map((label) => label.dataset.help)"))
+            browser.press("ArrowRight")
+    marks = "[...document.querySelectorAll('#marks > div')]"
+    entries = dict(browser.ask(f"{marks}.map((entry) => [entry.id, entry.innerText])"))
+    assert {f"help-{key}" for key in asked} == set(entries)
+    words = " ".join(" ".join(entries.values()).split())
+    marks = "dashes|dashed|nats|carries over|knowing them|outline|Filled|Dotted|KL|–"
+    for mark in marks.split("|"):
+        assert mark in words, mark
+
+
+@pytest.mark.browser
+def test_the_help_by_keyboard(browser, look, tmp_path):
+    """Its keys work, and those of the page do not move the game behind it"""
+    show(browser, look("hopplus"), tmp_path / "page.html")
+    is_open = "document.getElementById('keys').open"
+    browser.press("?")
+    assert browser.ask(is_open)
+    assert browser.ask("document.activeElement.textContent") == "close"
+    browser.press("ArrowRight")
+    assert texts(browser, "#clock") == ["step 0 of 6"]
+    browser.press("?")
+    assert not browser.ask(is_open)
+    browser.ask("document.querySelector('.surprise').click()")
+    assert browser.ask(is_open) and texts(browser, ".asked dt") == ["surprise, nats"]
+    browser.ask("document.querySelector('#keys button').click()")
+    browser.ask("document.querySelector('[data-game=\"1\"]').focus()")
+    browser.ask("document.activeElement.click()")
+    assert browser.ask("document.activeElement.dataset.game") == "1", "the focus stays"
+    assert browser.ask("location.hash").startswith("#game=2&")
+
+
+@pytest.mark.browser
+def test_players_have_the_colours_of_the_films(browser, look, tmp_path):
+    data = look("hopplus")
+    assert data["colours"] == list(game.COLOURS)
+    template = inspector.TEMPLATE.read_text()
+    assert not any(colour in template for colour in game.COLOURS), "not copied"
+    show(browser, data, tmp_path / "page.html")
+    circles = "[...document.querySelectorAll('#board circle')].map((x) => x.getAttribute('fill'))"
+    drawn = [fill for fill in browser.ask(circles) if fill != "none"]
+    assert drawn == list(game.COLOURS[:3])
+    dots = "[...document.querySelectorAll('#players .dot')].map((x) => x.getAttribute('style'))"
+    assert browser.ask(dots) == [f"background:{colour}" for colour in game.COLOURS[:3]]
+
+
+MEASURE = """[...document.querySelectorAll('.pair svg, #own svg')].map((svg) => {
+  const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+  const words = [...svg.querySelectorAll('text')].filter((word) => word.textContent);
+  const boxes = words.map((word) => word.getBoundingClientRect());
+  const sizes = words.map((word) => parseFloat(getComputedStyle(word).fontSize) * scale);
+  const beside = (a, b) => a.right <= b.left || b.right <= a.left;
+  const above = (a, b) => a.bottom <= b.top || b.bottom <= a.top;
+  const pairs = boxes.flatMap((a, i) => boxes.slice(i + 1).map((b) => [a, b]));
+  return {
+    smallest: Math.min(...sizes),
+    overlaps: pairs.filter(([a, b]) => !beside(a, b) && !above(a, b)).length,
+    outside: boxes.filter((box) => box.left < 0 || box.right > innerWidth).length,
+  };
+})"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("case", ["hopplus", "search"])
+def test_charts_are_legible(case, width, browser, look, tmp_path):
+    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **screen)
+    for theme in ("dark", "light"):
+        prefers = {"name": "prefers-color-scheme", "value": theme}
+        browser.call("Emulation.setEmulatedMedia", features=[prefers])
+        show(browser, look(case), tmp_path / f"{theme}.html", "#game=2&step=0")
+        assert browser.ask("document.documentElement.dataset.theme") == theme
+        for _ in range(CONFIG.final_time):
+            charts = browser.ask(MEASURE)
+            assert len(charts) >= 5
+            for chart in charts:
+                assert chart["smallest"] >= 9.5
+                assert chart["overlaps"] == chart["outside"] == 0
+            assert browser.ask("document.documentElement.scrollWidth <= innerWidth"), "sideways"
+            browser.press("ArrowRight")
+        assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    browser.call("Emulation.setEmulatedMedia", features=[])
