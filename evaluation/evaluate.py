@@ -104,14 +104,14 @@ def main(args: Args) -> dict[str, float]:
     rows = [["seat", "player", "return", "half_width_95", "interval_over", "stag_share", "hare_share"]]
     means = {}
     groups = {f"seat {i}": (player, [i]) for i, player in enumerate(table)}
-    groups["learners"] = ("mean of all", runs.learner_seats(table))
+    groups["team"] = ("learners", runs.learner_seats(table))
     for seat, (player, members) in groups.items():
         mean, half, over = runs.interval_of_places(returns[:, :, members].mean(2))
         stag_share = stag[:, :, members].mean()
         hare_share = hare[:, :, members].mean()
         rows.append([seat.removeprefix("seat "), player, mean, half, over, stag_share, hare_share])
         shares = f"stag {stag_share:.2f} hare {hare_share:.2f}"
-        print(f"{seat:<8} {player:<14} return {runs.mean_text(mean, half)}   {shares}")
+        print(f"{seat:<6} {player:<14} return {runs.mean_text(mean, half)}   {shares}")
         means[seat] = mean
     print(runs.interval_text(over))
     runs.write_csv(f"{title}.csv", rows)
@@ -128,7 +128,7 @@ def main(args: Args) -> dict[str, float]:
     for path in outputs:
         print(f"wrote {path}")
     of_seats = {f"return/player_{i}": means[f"seat {i}"] for i in range(len(table))}
-    return {**of_seats, "return/learners": means["learners"]}
+    return {**of_seats, "return/learners": means["team"]}
 
 
 if __name__ == "__main__":

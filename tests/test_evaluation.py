@@ -534,7 +534,7 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
     assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
     rows = table_of(tmp_path / f"evaluation_{seats.replace(',', '-')}.csv")
     *rows, team = rows
-    assert [row["player"] for row in rows] == seats.split(",") and team["seat"] == "learners"
+    assert [row["player"] for row in rows] == seats.split(",") and team["seat"] == "team"
     learners = [float(row["return"]) for row in rows if row["player"] == "learner"]
     assert float(team["return"]) == pytest.approx(np.mean(learners)) == pytest.approx(found["return/learners"])
     assert {row["interval_over"] for row in (*rows, team)} == {"games"}, "two seeds are too few"
