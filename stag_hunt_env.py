@@ -33,6 +33,7 @@ With no such prey left they act as `random`; `waiting` stays.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import itertools
@@ -50,6 +51,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
 # Before `import torch`: its threads wait for each other by spinning, and so slow down every other
@@ -1391,9 +1393,85 @@ def early_board(height: str, width: str) -> StagHuntConfig:
     return StagHuntConfig()
 
 
-def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
+TYPED_INSTEAD = {  # what other libraries call it -> our flags, the first that a script has
+    "--lr": ("--learning-rate",),
+    "--alpha": ("--learning-rate",),
+    "--envs": ("--num-envs",),
+    "--n-envs": ("--num-envs",),
+    "--steps": ("--total-timesteps", "--num-updates", "--epochs"),
+    "--timesteps": ("--total-timesteps",),
+    "--num-timesteps": ("--total-timesteps",),
+    "--max-steps": ("--total-timesteps",),
+    "--total-steps": ("--total-timesteps",),
+    "--n-steps": ("--num-steps",),
+    "--n-epochs": ("--update-epochs", "--epochs"),
+    "--num-epochs": ("--update-epochs", "--epochs"),
+    "--batch-size": ("--num-minibatches",),
+    "--n-games": ("--games", "--games-together"),
+    "--num-games": ("--games", "--games-together"),
+    "--episodes": ("--games", "--total-timesteps"),
+    "--num-episodes": ("--games", "--total-timesteps"),
+    "--n-eval-episodes": ("--games",),
+    "--clip-range": ("--clip-coef",),
+    "--entropy-coef": ("--ent-coef",),
+    "--value-coef": ("--vf-coef",),
+    "--discount": ("--gamma",),
+    "--hidden-size": ("--policy-hidden", "--hidden"),
+    "--algo": ("--method",),
+    "--agents": ("--num-players",),
+    "--num-agents": ("--num-players",),
+    "--board": ("--height",),
+    "--size": ("--height",),
+    "--cuda": ("--device",),
+    "--gpu": ("--device",),
+    "--log-dir": ("--run-dir",),
+    "--logdir": ("--run-dir",),
+    "--tensorboard-log": ("--run-dir",),
+    "--load": ("--resume",),
+    "--checkpoint": ("--resume",),
+}
+
+
+def suggest_flag(words: list[str], flags: Iterable[str]) -> str | None:
+    """What may have been meant by the first of `words` that is none of `flags`"""
+    for word in words:
+        typed = word.partition("=")[0].replace("_", "-")
+        if not typed.startswith("--") or typed in flags:
+            continue
+        for meant in TYPED_INSTEAD.get(typed, ()):
+            if meant in flags:
+                return meant
+        return next(iter(difflib.get_close_matches(typed, flags, n=1, cutoff=0.7)), None)
+    return None
+
+
+def help_header(docstring: str | None, note: str) -> str:
+    """For --help: the first sentence of a script, its first three examples, a note"""
+    title, _, others = (docstring or "").partition("\n\n")
+    examples = []
+    for line in others.splitlines():
+        if re.match(r" {4}(python|torchrun) ", line):
+            examples.append(re.sub(" {2,}#", "  #", line.rstrip()))
+    # tyro joins the lines of a paragraph unless they begin with a space
+    wrap = partial(fill, width=80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    parts = [wrap(title), "\n".join(examples[:3]), wrap(note)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def other_defaults(here, other, groups: dict[str, type]) -> str:
+    """The flags of `other` that differ from those of `here`, as they are typed"""
+    shown = help_order(here, groups)
+    changes = []
+    for name, value in help_order(other, groups).items():
+        if value != shown[name]:
+            changes.append(f"{flag(name)} {value}")
+    return ", ".join(changes)
+
+
+def parse(args_type: type, groups: dict[str, type], default, words: list[str], note: str = ""):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
-    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`."""
+    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`. The head of
+    --help is from the docstring of args_type's module, and `note`."""
     boxes_type = dataclasses.make_dataclass("Flags", groups.items())
     boxes_type.__module__ = "builtins"  # else tyro looks for its text, again for each box
     defaults = []
@@ -1403,8 +1481,25 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
         else:
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
-    flat = (tyro.conf.OmitArgPrefixes,)
-    boxes = tyro.cli(boxes_type, args=words, default=boxes_type(*defaults), config=flat)
+    module = sys.modules[args_type.__module__]
+    try:
+        boxes = tyro.cli(
+            boxes_type,
+            args=words,
+            default=boxes_type(*defaults),
+            config=(tyro.conf.OmitArgPrefixes,),
+            description=help_header(module.__doc__, note),
+        )
+    except SystemExit as stop:
+        flags = ["--help"]
+        for name, value in help_order(default, groups).items():
+            flags.append(flag(name))
+            if isinstance(value, bool):
+                flags.append(flag(f"no_{name}"))
+        meant = suggest_flag(words, flags) if stop.code else None
+        if meant is not None:
+            stop.add_note(f"did you mean {meant}?")
+        raise
     values = {}
     for box in vars(boxes).values():
         values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
@@ -1492,9 +1587,16 @@ def _read_flags(parse_args):
     except SystemExit as stop:
         if stop.code:
             box = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-            wrong = itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box)
-            print("error:", *wrong, file=sys.stderr)
+            box = itertools.dropwhile(_is_frame, box)  # under the title, where there is no Unicode
+            wrong = itertools.takewhile(lambda line: not _is_frame(line), box)
+            hints = [f"({note})" for note in getattr(stop, "__notes__", ())]
+            print("error:", *wrong, *hints, file=sys.stderr)
         raise
+
+
+def _is_frame(line):
+    """Of tyro's box; a line of ASCII where the output knows no other letters"""
+    return not line.strip("─╰╯-")
 
 
 def _is_out_of_memory(error):
@@ -1844,7 +1946,8 @@ class Args:
 
 
 def parse_args(words: list[str]) -> Args:
-    return tyro.cli(Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(Args, args=words, config=flat, description=help_header(__doc__, ""))
 
 
 def main(args: Args) -> dict:
