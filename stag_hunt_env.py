@@ -1168,7 +1168,7 @@ class StagHuntParallelEnv(ParallelEnv):
         planes, *board = self.config.observation_shape
         self.state_space = Box(0, 1, (planes + 1, *board), np.float32)
         observation_space = Dict(
-            observation=Box(0, 1, (planes, *board), np.uint8),
+            observation=MultiBinary((planes, *board)),  # a Box would be taken for an image, by SB3 and others
             action_mask=MultiBinary(NUM_ACTIONS),
             time=Box(0, 1, (1,), np.float32),
         )
@@ -1310,7 +1310,7 @@ class StagHuntParallelEnv(ParallelEnv):
             mask = np.zeros(NUM_ACTIONS, np.int8)
             mask[self._legal(i)] = 1
             observations[agent] = {
-                "observation": planes[seen].astype(np.uint8),
+                "observation": planes[seen].astype(np.int8),
                 "action_mask": mask,
                 "time": planes[-1, 0, :1].copy(),
             }
@@ -1338,7 +1338,7 @@ class StagHuntParallelEnv(ParallelEnv):
 class StagHuntGymEnv(gymnasium.Env):
     """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others.
     The episode ends when the learner has left, unless `prosocial`. Arguments as above:
-    gymnasium.make("StagHunt-v0", height=5)."""
+    gymnasium.make("stag_hunt_env:StagHunt-v0", height=5)."""
 
     metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}
 

@@ -421,6 +421,17 @@ def test_threads_do_not_wait_by_spinning(program):
     assert int(start_until_torch(program, say).stdout) <= 30_000
 
 
+def test_a_copy_in_another_folder_asks_for_the_game_and_finds_it_by_its_path(tmp_path, monkeypatch):
+    """As docs/editing.md says"""
+    copy = tmp_path / "my_idea.py"
+    copy.write_text((ROOT / "hopplus_ppo.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    say = "print('found', flush=True); os._exit(0)"
+    missing = start_until_torch(copy, say, PYTHONPATH="")
+    assert missing.stderr.strip().endswith("ModuleNotFoundError: No module named 'stag_hunt_env'")
+    assert start_until_torch(copy, say, PYTHONPATH=str(ROOT)).stdout == "found\n"
+
+
 def test_who_wants_them_to_spin_may_say_so():
     say = "print(os.environ.get('GOMP_SPINCOUNT'), flush=True); os._exit(0)"
     assert start_until_torch("stag_hunt_env.py", say, GOMP_SPINCOUNT="123456").stdout == "123456\n"

@@ -444,10 +444,14 @@ def test_every_metric_that_a_page_names_exists():
 # Pages
 
 
-def test_the_example_of_the_game_runs(capsys):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/stag_hunt_env.md").read_text(), re.S)[1]
-    exec(example.replace("4096", "16"), {})
+def test_the_examples_of_the_game_run(capsys):
+    page = (ROOT / "docs/stag_hunt_env.md").read_text()
+    batched, single = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(batched.replace("4096", "16"), {})
     assert "tensor" in capsys.readouterr().out
+    names = {}
+    exec(single, names)
+    assert names["observation"]["observation"].shape == (7, 5, 4) and names["truncated"] is False
 
 
 def without_code(page: Path) -> str:
