@@ -135,8 +135,8 @@ class OpponentArgs:
     goal_dim: Count = 16  # D, the size of a subgoal (discrete: the number of categories)
     subgoal_hidden: Count = 64  # width of the subgoal networks and the MOA
     subgoal_selection: Literal["conservative", "optimistic", "final"] = "conservative"
-    """which state tells, in hindsight, what a co-player wanted: of the next ones that of lowest or of
-    highest value to the learner; or the last before the co-player left"""
+    """which state tells, in hindsight, what a co-player wanted: of the next ones that of lowest or
+    of highest value to the learner; or the last before the co-player left"""
     subgoal_horizon: Count = 5  # how many states ahead that state is looked for
     hindsight_eps: Fraction = 0.5
     """share of MOA's training that reads hindsight subgoals, at the start; falls to 0 halfway"""
@@ -345,7 +345,8 @@ def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> 
     refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
     kind = game.resolve_device(device).type
     config = changes.get("config", StagHuntConfig())
-    return Args(**{"method": method, "device": device, **method_defaults(method, kind, config), **changes})
+    defaults = method_defaults(method, kind, config)
+    return Args(**{"method": method, "device": device, **defaults, **changes})
 
 
 def method_defaults(method: str, kind: str, config: StagHuntConfig) -> dict[str, object]:
@@ -363,9 +364,10 @@ def describe_defaults(args: Args) -> str:
     config = args.config
     kind = game.resolve_device(args.device).type
     other = "cuda" if kind == "cpu" else "cpu"
-    start = f"The defaults are those of --method {args.method} on {config.height}x{config.width} on {kind}."
-    other_flags = method_defaults(args.method, other, config)
-    elsewhere = Args(method=args.method, device=args.device, config=config, **other_flags)
+    board = f"{config.height}x{config.width}"
+    start = f"The defaults are those of --method {args.method} on {board} on {kind}."
+    defaults = method_defaults(args.method, other, config)
+    elsewhere = Args(method=args.method, device=args.device, config=config, **defaults)
     return f"{start} On {other}: {game.other_defaults(args, elsewhere, GROUPS)}."
 
 

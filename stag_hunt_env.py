@@ -1168,7 +1168,7 @@ class StagHuntParallelEnv(ParallelEnv):
         planes, *board = self.config.observation_shape
         self.state_space = Box(0, 1, (planes + 1, *board), np.float32)
         observation_space = Dict(
-            observation=MultiBinary((planes, *board)),  # a Box would be taken for an image, by SB3 and others
+            observation=MultiBinary((planes, *board)),  # SB3 takes a Box for an image
             action_mask=MultiBinary(NUM_ACTIONS),
             time=Box(0, 1, (1,), np.float32),
         )
@@ -1453,8 +1453,8 @@ def help_header(docstring: str | None, note: str) -> str:
         if re.match(r" {4}(python|torchrun) ", line):
             examples.append(re.sub(" {2,}#", "  #", line.rstrip()))
     # tyro joins the lines of a paragraph unless they begin with a space
-    wrap = partial(fill, width=80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    parts = [wrap(title), "\n".join(examples[:3]), wrap(note)]
+    wrap = partial(fill, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    parts = [wrap(title, 80), "\n".join(examples[:3]), wrap(note, 80)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -1470,8 +1470,8 @@ def other_defaults(here, other, groups: dict[str, type]) -> str:
 
 def parse(args_type: type, groups: dict[str, type], default, words: list[str], note: str = ""):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
-    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`. The head of
-    --help is from the docstring of args_type's module, and `note`."""
+    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`. --help
+    begins with the docstring of args_type's module, and `note`."""
     boxes_type = dataclasses.make_dataclass("Flags", groups.items())
     boxes_type.__module__ = "builtins"  # else tyro looks for its text, again for each box
     defaults = []
@@ -1481,14 +1481,14 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str], n
         else:
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
-    module = sys.modules[args_type.__module__]
+    module = sys.modules.get(args_type.__module__)
     try:
         boxes = tyro.cli(
             boxes_type,
             args=words,
             default=boxes_type(*defaults),
             config=(tyro.conf.OmitArgPrefixes,),
-            description=help_header(module.__doc__, note),
+            description=help_header(getattr(module, "__doc__", None), note),
         )
     except SystemExit as stop:
         flags = ["--help"]
@@ -1644,7 +1644,7 @@ OVERVIEW = {  # TensorBoard's page "custom scalars": part of the page -> chart -
         "MOA: negative log-likelihood": ("moa/nll", "moa/bayes/nll", "moa/ceiling/nll"),
         "MOA: accuracy": ("moa/top1", "moa/bayes/top1", "moa/ceiling/top1"),
         "world model: boards that are right": ("wm/exact_match",),
-        "world model: boards that are right after k steps": ("wm/exact_match/1", "wm/exact_match/4"),
+        "world model: right after k steps": ("wm/exact_match/1", "wm/exact_match/4"),
         "loss of all models": ("losses/total",),
         "loss of the opponent models": ("losses/opponent_models",),
         "loss of the world model": ("losses/world_model",),
@@ -1666,7 +1666,7 @@ RESULTS = (  # what the page HPARAMS shows beside the flags
 
 
 def overview(tags: Iterable[str]) -> dict[str, dict]:
-    """OVERVIEW for SummaryWriter.add_custom_scalars, without charts whose first curve is not among `tags`"""
+    """OVERVIEW for SummaryWriter.add_custom_scalars; charts whose first curve is among `tags`"""
     layout = {}
     for part, charts in OVERVIEW.items():
         shown = {}
@@ -1689,7 +1689,7 @@ def help_order(args, groups: dict[str, type]) -> dict[str, object]:
 
 
 def hparams_summaries(flags: dict[str, object], tags: Iterable[str]) -> tuple:
-    """For TensorBoard's page HPARAMS: columns and results, the flags of one run, that it ended well"""
+    """For TensorBoard's page HPARAMS: its columns, the flags of one run, that it ended well"""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
@@ -1711,7 +1711,7 @@ class Run:
     """The folders of a run, one per seed, locked: args.json, TensorBoard, metrics.jsonl;
     checkpoint.pt in the first"""
 
-    def __init__(self, args, groups: dict[str, type], label: str, checkpoint: dict | None, step: int):
+    def __init__(self, args, groups: dict, label: str, checkpoint: dict | None, step: int):
         """A new run's, or the resumed one's as they were at `step`; groups as for `parse`"""
         self.folders = [Path(args.run_dir)]
         self.hparams = {"board": args.config.setting, **help_order(args, groups)}

@@ -41,8 +41,9 @@ def parse_args(words: list[str]) -> Args:
 
 
 def off_diagonal(guest: np.ndarray) -> tuple[float, float]:
-    """guest [S, S, places] -> mean of what lies off the diagonal and half width of its 95 % interval. All entries of a
-    seed depend on each other, hence the jackknife over seeds; with two seeds it is over games."""
+    """guest [S, S, places] -> mean of what lies off the diagonal and half width of its 95 %
+    interval. All entries of a seed depend on each other, hence the jackknife over seeds; with two
+    seeds it is over games."""
     seeds = len(guest)
     off = ~np.eye(seeds, dtype=bool)
     if seeds < runs.SEEDS_FOR_INTERVAL:
@@ -88,7 +89,8 @@ def main(args: Args) -> dict[str, float]:
     )
     returns = runs.play_games(run, state, each)["return"] / each  # [meetings, places, N]
     by_seat = returns.reshape(seeds, seeds, players, places, players)
-    guest = by_seat.diagonal(axis1=2, axis2=4).reshape(seeds, seeds, -1)  # in each of its seats and places
+    of_guest = by_seat.diagonal(axis1=2, axis2=4)  # [S, S, places, its seat]
+    guest = of_guest.reshape(seeds, seeds, -1)
     matrix = guest.mean(2)
     names = [str(saved["seed"] + s) for s in range(seeds)]
     print(f"{config.setting}, {run.path}, frozen; {places * each * players} games per pair")

@@ -101,7 +101,8 @@ def main(args: Args) -> dict[str, float]:
     hare = sums["hare"] / each
     played = f"{places * each} games a seed, {num_seeds} seed(s)"
     print(f"{config.setting}, {run.path}, frozen, planner {run.planner}; {played}")
-    rows = [["seat", "player", "return", "half_width_95", "interval_over", "stag_share", "hare_share"]]
+    columns = ["seat", "player", "return", "half_width_95", "interval_over"]
+    rows = [[*columns, "stag_share", "hare_share"]]
     means = {}
     groups = {f"seat {i}": (player, [i]) for i, player in enumerate(table)}
     groups["team"] = ("learners", runs.learner_seats(table))
@@ -109,7 +110,16 @@ def main(args: Args) -> dict[str, float]:
         mean, half, over = runs.interval_of_places(returns[:, :, members].mean(2))
         stag_share = stag[:, :, members].mean()
         hare_share = hare[:, :, members].mean()
-        rows.append([seat.removeprefix("seat "), player, mean, half, over, stag_share, hare_share])
+        row = [
+            seat.removeprefix("seat "),
+            player,
+            mean,
+            half,
+            over,
+            stag_share,
+            hare_share,
+        ]
+        rows.append(row)
         shares = f"stag {stag_share:.2f} hare {hare_share:.2f}"
         print(f"{seat:<6} {player:<14} return {runs.mean_text(mean, half)}   {shares}")
         means[seat] = mean

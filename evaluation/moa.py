@@ -156,7 +156,7 @@ def report(run: Run, state: Seated, start: str) -> None:
 
 
 def draw_confusion(path: Path, tables: dict[str, np.ndarray]) -> None:
-    """A table for each kind; in each row the shares of what was guessed when this was done, in percent"""
+    """A table for each kind; in each row the shares of what was guessed when this was done"""
     matplotlib.style.use(ROOT / "benchmarks" / "plots.mplstyle")
     figure = Figure((1 + 4.4 * len(tables), 5.0), layout="tight")
     axes = figure.subplots(1, len(tables), squeeze=False)[0]

@@ -4,7 +4,7 @@ games: what is gained by knowing the partner must be lost again. Partners stay h
 trained with; what a learner carries over from game to game is what it carried over in training.
 
     python evaluation/partners.py runs/RUN
-    python evaluation/partners.py runs/RUN --games-together 30 --population first_stag,last_stag    # others
+    python evaluation/partners.py runs/RUN --population first_stag,last_stag                 # other partners
     python evaluation/partners.py runs/RUN --modes frozen learning --population left_stag    # and one that learns
     python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
 
@@ -46,9 +46,9 @@ class PartnersFlags:
     modes: tuple[Literal["frozen", "learning"], ...] = ("frozen",)
     """learners as they are; learners that learn after every game"""
     places: game.Count = 1024
-    """places with co-players of their own, per seed, for frozen learners: the table is a mean over them"""
+    """of frozen learners: places with co-players of their own, per seed; the table is their mean"""
     meetings: game.Count = 64
-    """the same for learners that learn (default without a GPU: 8)"""
+    """the same of learners that learn (default without a GPU: 8)"""
     seats: str | None = None
     """who sits where (None: as in training)"""
     population: str | None = None
@@ -67,7 +67,7 @@ class Args(PartnersFlags):
 
 
 def by_game(play, num_seeds: int, places: int, num_games: int) -> np.ndarray:
-    """play() -> done [T, B], the learner's return [T, B] where done. -> [S, places, num_games], by number"""
+    """play() -> done [T, B], the learner's return [T, B] where done. -> [S, places, num_games]"""
     played = None
     sums = 0.0
     while played is None or int(played.min()) < num_games:
@@ -115,10 +115,12 @@ def seats_table(args: Args, run: Run) -> list[str]:
     table = runs.seats_of(run, args.seats)
     if table.count("learner") != 1:
         trained = game.seats_table(run.args.seats, len(table))
+        seat = trained.index("learner")
         example = ["mixed"] * len(table)
-        example[trained.index("learner")] = "learner"
+        example[seat] = "learner"
         start = f"--seats {','.join(table)}: there must be 1 learner"
-        raise game.UserError(f"{start}, for example --seats {','.join(example)}")
+        more = f"for example --seats {','.join(example)}"
+        raise game.UserError(f"{start}, {more}")
     if args.population in game.STRANGERS:
         return [args.population if name == "mixed" else name for name in table]
     return table

@@ -352,8 +352,8 @@ def interval(values) -> tuple[float, float]:
 
 
 def interval_of_places(values) -> tuple[float, float, str]:
-    """values [S, places]: of seeds, and of places with games of their own. -> mean, half width of its 95 % interval,
-    and over what: seeds, or with too few of them games"""
+    """values [S, places]: of seeds, and of places with games of their own. -> mean, half width of
+    its 95 % interval, and over what: seeds, or with too few of them games"""
     from scipy.special import stdtrit
 
     values = np.asarray(values, np.float64)
@@ -370,9 +370,10 @@ def interval_of_places(values) -> tuple[float, float, str]:
 
 def interval_text(over: str) -> str:
     """What stands behind ±"""
-    if over == "games":
-        return f"±: 95 % interval over games of these seeds ({SEEDS_FOR_INTERVAL} seeds or more: over seeds)"
-    return "±: 95 % interval over seeds"
+    if over == "seeds":
+        return "±: 95 % interval over seeds"
+    more_seeds = f"{SEEDS_FOR_INTERVAL} seeds or more: over seeds"
+    return f"±: 95 % interval over games of these seeds ({more_seeds})"
 
 
 def mean_text(mean: float, half: float) -> str:

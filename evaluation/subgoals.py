@@ -37,7 +37,7 @@ class SubgoalFlags:
     seats: str | None = None
     """who sits where (None: as in training)"""
     games: Annotated[int, (">= 2", 2, game.MOST)] = 1000
-    """how many games the subgoals are read in, per seed of the run; every other place of games is for the test"""
+    """how many games the subgoals are read in, per seed of the run; half of them are for the test"""
     copies: game.Count = 32
     """how often a game is played on for the ceilings"""
 
@@ -82,8 +82,8 @@ def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
 
 
 def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
-    """GAMES_EACH games in each place, after the first -> subgoals [n, D], prey taken [n], step of the game [n], place
-    [n]"""
+    """GAMES_EACH games in each place, after the first -> subgoals [n, D], prey taken [n], step of
+    the game [n], place [n]"""
     config = run.args.config
     transitions, outputs, _ = play(run, state, 4 * config.final_time)
     taken, _, number = prey_taken(run, transitions)
