@@ -1268,7 +1268,8 @@ def test_the_probe_of_subgoals(run, tmp_path):
         probe = subgoals.fit_probe(goals[::2], taken[::2])
         assert least <= (probe(goals[1::2]) == taken[1::2]).float().mean() <= most
 
-    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
+    short = ["--", "--steps-after-first-hunt", "0"]  # so that there are more games than count
+    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu", *short])
     state = runs.seat_learners(args.run, [["learner"] * 3], 1, [0, 1, 2], num_envs=8, imagination=False)
     state.games.env.reset(5)
     kept, play = [], runs.play
@@ -1277,6 +1278,7 @@ def test_the_probe_of_subgoals(run, tmp_path):
         goals, found, clock, place = subgoals.collect(args.run, state)
     transitions, outputs, _ = kept[0]
     exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
+    assert transitions.done.sum(1).max() > 4
     expected = []
     for m, t, e, k in itertools.product(*(range(size) for size in (*transitions.done.shape, 2))):
         begin = next((u + 1 for u in range(t - 1, -1, -1) if transitions.done[m, u, e]), None)
