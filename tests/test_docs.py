@@ -178,7 +178,8 @@ def test_the_edit_trains(name, changes, check, tmp_path, monkeypatch):
     check(script, state, metrics)
     monkeypatch.setattr(evaluate, "film", lambda *_: None)
     words = [str(folder), "--script", script.__file__, "--games", "4", "--device", "cpu"]
-    assert evaluate.main(evaluate.parse_args(words)).keys() == {f"return/player_{i}" for i in range(3)}
+    returns = evaluate.main(evaluate.parse_args(words))
+    assert returns.keys() == {*(f"return/player_{i}" for i in range(3)), "return/learners"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
