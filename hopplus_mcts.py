@@ -126,22 +126,23 @@ class PPOArgs:
 @dataclasses.dataclass
 class OpponentArgs:
     subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"] = "inferred"
-    """what the policy reads about each co-player: nothing; MOA's prediction, a MOA without
-    subgoals; q_phi's mean; the exact Bayes posterior; who it is; belief in stag or hare; nothing,
-    and MOA HOP's belief"""
+    """what the policy reads about each co-player: nothing; its next action as predicted by MOA, the
+    model of the others' actions, here without subgoals; its subgoal, inferred from what it did; the
+    exact Bayes posterior over who it is; who it is; belief in stag or hare; nothing, and MOA reads
+    HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16  # D, the size of a subgoal (discrete: the number of categories)
     subgoal_hidden: Count = 64  # width of the subgoal networks and the MOA
     subgoal_selection: Literal["conservative", "optimistic", "final"] = "conservative"
-    """s^g in hindsight: the next state of lowest or of highest V(s, g); or the last before the
-    co-player left"""
-    subgoal_horizon: Count = 5  # how many states ahead s^g is looked for
+    """which state tells, in hindsight, what a co-player wanted: of the next ones that of lowest or
+    of highest value to the learner; or the last before the co-player left"""
+    subgoal_horizon: Count = 5  # how many states ahead that state is looked for
     hindsight_eps: Fraction = 0.5
     """share of MOA's training that reads hindsight subgoals, at the start; falls to 0 halfway"""
     kl_coef: NonNegative = 1e-3
-    """weight of KL(q_phi || f_psi(s^g)), and in pretraining of f_psi's KL to a standard normal
-    (0.01: it collapses)"""
+    """weight of the KL from the inferred subgoal to the one in hindsight, and in pretraining of
+    the KL from the subgoals of states to a standard normal (0.01: these collapse)"""
     memory_discount: Fraction = 0.9
     """what is left of the history of each co-player at the start of the next game (0: nothing);
     above 1 - history_reset_prob it outgrows what training shows"""
@@ -149,12 +150,14 @@ class OpponentArgs:
     """how often, in training, all of it is reset after a game: else nobody learns to play with
     strangers"""
     subgoal_learning_rate: Positive = 1e-3
-    """q_phi and MOA: Adam's step size (in pretraining 3e-3, falling)"""
-    subgoal_updates: Whole = 4  # q_phi and MOA: updates per iteration (0: do not train them)
-    subgoal_batch_size: Count = 64  # q_phi and MOA: windows of T steps per update and learner
+    """subgoal inference and MOA: Adam's step size (in pretraining 3e-3, falling)"""
+    subgoal_updates: Whole = 4
+    """subgoal inference and MOA: updates per iteration (0: do not train them)"""
+    subgoal_batch_size: Count = 64
+    """subgoal inference and MOA: windows of --num-steps steps per update and learner"""
     vae_checkpoint: str | None = None
-    """start f_psi, q_phi and MOA from this checkpoint of pretrain_vae.py instead of pretraining
-    here"""
+    """start the subgoal networks and MOA from this checkpoint of pretrain_vae.py instead of
+    pretraining here"""
     pretraining_updates: Whole = 800
     """updates of each model on rule-based games before the first iteration"""
     pretraining_games: Count = 1024  # rule-based games at a time, per seed
@@ -342,10 +345,30 @@ def make_args(method: str = "hopplus-mcts", device: str = "auto", **changes) -> 
     refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
     kind = game.resolve_device(device).type
     config = changes.get("config", StagHuntConfig())
+    defaults = method_defaults(method, kind, config)
+    return Args(**{"method": method, "device": device, **defaults, **changes})
+
+
+def method_defaults(method: str, kind: str, config: StagHuntConfig) -> dict[str, object]:
+    """What differs from the class defaults; kind of device: cpu or cuda"""
     defaults = DEFAULTS[method, kind]
     if config.num_cells > 16:
         defaults = defaults | LARGE_BOARD.get((method, kind), {})
-    return Args(**{"method": method, "device": device, **defaults, **changes})
+    return defaults
+
+
+def describe_defaults(args: Args) -> str:
+    """For --help: whose defaults these are, and where they are others"""
+    if args.resume is not None:
+        return "The defaults are the flags of the resumed run."
+    config = args.config
+    kind = game.resolve_device(args.device).type
+    other = "cuda" if kind == "cpu" else "cpu"
+    board = f"{config.height}x{config.width}"
+    start = f"The defaults are those of --method {args.method} on {board} on {kind}."
+    defaults = method_defaults(args.method, other, config)
+    elsewhere = Args(method=args.method, device=args.device, config=config, **defaults)
+    return f"{start} On {other}: {game.other_defaults(args, elsewhere, GROUPS)}."
 
 
 def load_args(path: str | Path, saved: dict, **changes) -> Args:
@@ -361,7 +384,8 @@ def load_args(path: str | Path, saved: dict, **changes) -> Args:
 def parse_args(words: list[str]) -> Args:
     early = game.early_flags(words, method="hopplus-mcts", device="auto", resume=None, height="4", width="4")
     config = game.early_board(early.pop("height"), early.pop("width"))
-    return game.parse(Args, GROUPS, make_args(config=config, **early), words)
+    args = make_args(config=config, **early)
+    return game.parse(Args, GROUPS, args, words, describe_defaults(args))
 
 
 def needs_models(args: Args) -> bool:
@@ -3102,7 +3126,7 @@ def main(args: Args) -> dict[str, float]:
     run = None
     with contextlib.ExitStack() as held:
         if rank == 0:
-            run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
+            run = game.Run(args, GROUPS, f"{config.setting}_{args.method}", checkpoint, step)
             held.callback(run.close)
         if checkpoint is None:
             prepare(args, state, seeds, rank, say)
@@ -3183,8 +3207,8 @@ def main(args: Args) -> dict[str, float]:
                 add_histograms(run, samples, step)
             pictures = pictures_due
             began = time.time() - seconds  # pictures and checkpoints are no training
-        if run is not None and iteration == num_iterations and rows[0]:
-            run.add_hparams([{"final_return": row["charts/episodic_return"]} for row in rows])
+        if run is not None and iteration == num_iterations:
+            run.end_well()
     path = gather_ranks(run and str(run.folders[0] / "checkpoint.pt"))[0]
     if asked and iteration < num_iterations:
         say(f"stopped; go on with: {shlex.join(['python', sys.argv[0], '--resume', path])}")

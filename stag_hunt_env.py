@@ -33,6 +33,7 @@ With no such prey left they act as `random`; `waiting` stays.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import itertools
@@ -47,9 +48,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
 # Before `import torch`: its threads wait for each other by spinning, and so slow down every other
@@ -1169,7 +1171,7 @@ class StagHuntParallelEnv(ParallelEnv):
         planes, *board = self.config.observation_shape
         self.state_space = Box(0, 1, (planes + 1, *board), np.float32)
         observation_space = Dict(
-            observation=Box(0, 1, (planes, *board), np.uint8),
+            observation=MultiBinary((planes, *board)),  # SB3 takes a Box for an image
             action_mask=MultiBinary(NUM_ACTIONS),
             time=Box(0, 1, (1,), np.float32),
         )
@@ -1311,7 +1313,7 @@ class StagHuntParallelEnv(ParallelEnv):
             mask = np.zeros(NUM_ACTIONS, np.int8)
             mask[self._legal(i)] = 1
             observations[agent] = {
-                "observation": planes[seen].astype(np.uint8),
+                "observation": planes[seen].astype(np.int8),
                 "action_mask": mask,
                 "time": planes[-1, 0, :1].copy(),
             }
@@ -1339,7 +1341,7 @@ class StagHuntParallelEnv(ParallelEnv):
 class StagHuntGymEnv(gymnasium.Env):
     """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others.
     The episode ends when the learner has left, unless `prosocial`. Arguments as above:
-    gymnasium.make("StagHunt-v0", height=5)."""
+    gymnasium.make("stag_hunt_env:StagHunt-v0", height=5)."""
 
     metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}
 
@@ -1394,9 +1396,85 @@ def early_board(height: str, width: str) -> StagHuntConfig:
     return StagHuntConfig()
 
 
-def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
+TYPED_INSTEAD = {  # what other libraries call it -> our flags, the first that a script has
+    "--lr": ("--learning-rate",),
+    "--alpha": ("--learning-rate",),
+    "--envs": ("--num-envs",),
+    "--n-envs": ("--num-envs",),
+    "--steps": ("--total-timesteps", "--num-updates", "--epochs"),
+    "--timesteps": ("--total-timesteps",),
+    "--num-timesteps": ("--total-timesteps",),
+    "--max-steps": ("--total-timesteps",),
+    "--total-steps": ("--total-timesteps",),
+    "--n-steps": ("--num-steps",),
+    "--n-epochs": ("--update-epochs", "--epochs"),
+    "--num-epochs": ("--update-epochs", "--epochs"),
+    "--batch-size": ("--num-minibatches",),
+    "--n-games": ("--games", "--games-together"),
+    "--num-games": ("--games", "--games-together"),
+    "--episodes": ("--games", "--total-timesteps"),
+    "--num-episodes": ("--games", "--total-timesteps"),
+    "--n-eval-episodes": ("--games",),
+    "--clip-range": ("--clip-coef",),
+    "--entropy-coef": ("--ent-coef",),
+    "--value-coef": ("--vf-coef",),
+    "--discount": ("--gamma",),
+    "--hidden-size": ("--policy-hidden", "--hidden"),
+    "--algo": ("--method",),
+    "--agents": ("--num-players",),
+    "--num-agents": ("--num-players",),
+    "--board": ("--height",),
+    "--size": ("--height",),
+    "--cuda": ("--device",),
+    "--gpu": ("--device",),
+    "--log-dir": ("--run-dir",),
+    "--logdir": ("--run-dir",),
+    "--tensorboard-log": ("--run-dir",),
+    "--load": ("--resume",),
+    "--checkpoint": ("--resume",),
+}
+
+
+def suggest_flag(words: list[str], flags: Iterable[str]) -> str | None:
+    """What may have been meant by the first of `words` that is none of `flags`"""
+    for word in words:
+        typed = word.partition("=")[0].replace("_", "-")
+        if not typed.startswith("--") or typed in flags:
+            continue
+        for meant in TYPED_INSTEAD.get(typed, ()):
+            if meant in flags:
+                return meant
+        return next(iter(difflib.get_close_matches(typed, flags, n=1, cutoff=0.7)), None)
+    return None
+
+
+def help_header(docstring: str | None, note: str) -> str:
+    """For --help: the first sentence of a script, its first three examples, a note"""
+    title, _, others = (docstring or "").partition("\n\n")
+    examples = []
+    for line in others.splitlines():
+        if re.match(r" {4}(python|torchrun) ", line):
+            examples.append(re.sub(" {2,}#", "  #", line.rstrip()))
+    # tyro joins the lines of a paragraph unless they begin with a space
+    wrap = partial(fill, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    parts = [wrap(title, 80), "\n".join(examples[:3]), wrap(note, 80)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def other_defaults(here, other, groups: dict[str, type]) -> str:
+    """The flags of `other` that differ from those of `here`, as they are typed"""
+    shown = help_order(here, groups)
+    changes = []
+    for name, value in help_order(other, groups).items():
+        if value != shown[name]:
+            changes.append(f"{flag(name)} {value}")
+    return ", ".join(changes)
+
+
+def parse(args_type: type, groups: dict[str, type], default, words: list[str], note: str = ""):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
-    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`."""
+    --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`. --help
+    begins with the docstring of args_type's module, and `note`."""
     boxes_type = dataclasses.make_dataclass("Flags", groups.items())
     boxes_type.__module__ = "builtins"  # else tyro looks for its text, again for each box
     defaults = []
@@ -1406,8 +1484,25 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str]):
         else:
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
-    flat = (tyro.conf.OmitArgPrefixes,)
-    boxes = tyro.cli(boxes_type, args=words, default=boxes_type(*defaults), config=flat)
+    module = sys.modules.get(args_type.__module__)
+    try:
+        boxes = tyro.cli(
+            boxes_type,
+            args=words,
+            default=boxes_type(*defaults),
+            config=(tyro.conf.OmitArgPrefixes,),
+            description=help_header(getattr(module, "__doc__", None), note),
+        )
+    except SystemExit as stop:
+        flags = ["--help"]
+        for name, value in help_order(default, groups).items():
+            flags.append(flag(name))
+            if isinstance(value, bool):
+                flags.append(flag(f"no_{name}"))
+        meant = suggest_flag(words, flags) if stop.code else None
+        if meant is not None:
+            stop.add_note(f"did you mean {meant}?")
+        raise
     values = {}
     for box in vars(boxes).values():
         values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
@@ -1495,9 +1590,16 @@ def _read_flags(parse_args):
     except SystemExit as stop:
         if stop.code:
             box = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-            wrong = itertools.takewhile(lambda line: not line.startswith(("─", "╰")), box)
-            print("error:", *wrong, file=sys.stderr)
+            box = itertools.dropwhile(_is_frame, box)  # under the title, where there is no Unicode
+            wrong = itertools.takewhile(lambda line: not _is_frame(line), box)
+            hints = [f"({note})" for note in getattr(stop, "__notes__", ())]
+            print("error:", *wrong, *hints, file=sys.stderr)
         raise
+
+
+def _is_frame(line):
+    """Of tyro's box; a line of ASCII where the output knows no other letters"""
+    return not line.strip("─╰╯-")
 
 
 def _is_out_of_memory(error):
@@ -1531,13 +1633,92 @@ class Stopwatch:
         self.last = now
 
 
+OVERVIEW = {  # TensorBoard's page "custom scalars": part of the page -> chart -> its curves
+    "returns": {
+        "return": ("charts/episodic_return",),
+        "how players end their games": (
+            "charts/stag_share",
+            "charts/hare_share",
+            "charts/nothing_share",
+        ),
+        "explained variance of the critic": ("losses/explained_variance",),
+    },
+    "models": {
+        "MOA: negative log-likelihood": ("moa/nll", "moa/bayes/nll", "moa/ceiling/nll"),
+        "MOA: accuracy": ("moa/top1", "moa/bayes/top1", "moa/ceiling/top1"),
+        "world model: boards that are right": ("wm/exact_match",),
+        "world model: right after k steps": ("wm/exact_match/1", "wm/exact_match/4"),
+        "loss of all models": ("losses/total",),
+        "loss of the opponent models": ("losses/opponent_models",),
+        "loss of the world model": ("losses/world_model",),
+    },
+    "imagination": {
+        "horizon": ("wm/horizon",),
+        "returns that the critic learns": ("imagined/return_mean", "real/return_mean"),
+        "rewards that PPO learns from": ("imagined/reward_mean", "real/reward_mean"),
+    },
+}
+FIRST_HPARAMS = ("method", "seed", "board", "total_timesteps", "learning_rate")
+RESULTS = (  # what the page HPARAMS shows beside the flags
+    "charts/episodic_return",
+    "charts/stag_share",
+    "moa/nll",
+    "wm/exact_match",
+    "wm/horizon",
+)
+
+
+def overview(tags: Iterable[str]) -> dict[str, dict]:
+    """OVERVIEW for SummaryWriter.add_custom_scalars; charts whose first curve is among `tags`"""
+    layout = {}
+    for part, charts in OVERVIEW.items():
+        shown = {}
+        for title, curves in charts.items():
+            if curves[0] in tags:
+                shown[title] = ["Multiline", [f"^{tag}$" for tag in curves]]
+        if shown:
+            layout[part] = shown
+    return layout
+
+
+def help_order(args, groups: dict[str, type]) -> dict[str, object]:
+    """All flags as in --help; groups as for `parse`"""
+    flags = {}
+    for group in groups.values():
+        holder = args.config if group is StagHuntConfig else args
+        for field in dataclasses.fields(group):
+            flags[field.name] = getattr(holder, field.name)
+    return flags
+
+
+def hparams_summaries(flags: dict[str, object], tags: Iterable[str]) -> tuple:
+    """For TensorBoard's page HPARAMS: its columns, the flags of one run, that it ended well"""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    values = {}
+    for name, value in flags.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        values[name] = value if is_number else str(value)
+    results = [tag for tag in RESULTS if tag in tags]
+    experiment, start, end = hparams(values, dict.fromkeys(results))
+    plugin_data = experiment.value[0].metadata.plugin_data
+    columns = HParamsPluginData.FromString(plugin_data.content)
+    for column in columns.experiment.hparam_infos:
+        column.differs = column.name in FIRST_HPARAMS  # TensorBoard shows these first
+    plugin_data.content = columns.SerializeToString()
+    return experiment, start, end
+
+
 class Run:
     """The folders of a run, one per seed, locked: args.json, TensorBoard, metrics.jsonl;
     checkpoint.pt in the first"""
 
-    def __init__(self, args, label: str, checkpoint: dict | None, step: int):
-        """A new run's, or the resumed one's as they were at `step`"""
+    def __init__(self, args, groups: dict, label: str, checkpoint: dict | None, step: int):
+        """A new run's, or the resumed one's as they were at `step`; groups as for `parse`"""
         self.folders = [Path(args.run_dir)]
+        self.hparams = {"board": args.config.setting, **help_order(args, groups)}
+        self.tags = ()  # what is logged
         try:
             if checkpoint:
                 self.folders = resumed_folders(args, checkpoint)
@@ -1551,7 +1732,8 @@ class Run:
         except OSError as error:
             where = error.filename or self.folders[0]
             raise UserError(f"could not write to {where}: {error.strerror}") from error
-        table = "\n".join(f"|{name}|{value}|" for name, value in self.flags.items())
+        shown = {**help_order(args, groups), "checkpoint": first_checkpoint}
+        table = "\n".join(f"|{name}|{value}|" for name, value in shown.items())
         for writer in self.writers:
             with never_fatal("write to TensorBoard"):
                 writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
@@ -1585,7 +1767,24 @@ class Run:
                 raise UserError(f"could not write {path}{kept}: {error.strerror}") from error
             with never_fatal("write to TensorBoard"):
                 for name, value in row.items():
-                    writer.add_scalar(name, value, step)
+                    if math.isfinite(value):
+                        writer.add_scalar(name, value, step)
+        if not self.tags:
+            self.tags = tuple(rows[0])
+            self._add_overview()
+
+    @never_fatal("write to TensorBoard")
+    def _add_overview(self):
+        """With the first row: what is stopped early has it, too"""
+        for number, writer in enumerate(self.writers):
+            writer.add_custom_scalars(overview(self.tags))
+            experiment, start, _ = self._hparams_of(number)
+            writer.file_writer.add_summary(experiment)
+            writer.file_writer.add_summary(start)
+
+    def _hparams_of(self, number):
+        seed = self.hparams["seed"] + number
+        return hparams_summaries({**self.hparams, "seed": seed}, self.tags)
 
     def save(self, content: dict, name: str = "checkpoint.pt") -> None:
         """Written aside and renamed: what stands there is always whole, also after a power cut. A
@@ -1605,11 +1804,11 @@ class Run:
             raise UserError(f"could not write {path}{earlier}: {reason}") from error
 
     @never_fatal("write to TensorBoard")
-    def add_hparams(self, results: list[dict[str, float]]) -> None:
-        """Results of each seed beside the flags, for TensorBoard's page of that name"""
-        for writer, result in zip(self.writers, results, strict=True):
-            flags = {name: str(value) for name, value in self.flags.items()}
-            writer.add_hparams(flags, result, run_name=".")
+    def end_well(self) -> None:
+        """Its status on TensorBoard's page HPARAMS"""
+        for number, writer in enumerate(self.writers):
+            *_, end = self._hparams_of(number)
+            writer.file_writer.add_summary(end)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -1750,7 +1949,8 @@ class Args:
 
 
 def parse_args(words: list[str]) -> Args:
-    return tyro.cli(Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(Args, args=words, config=flat, description=help_header(__doc__, ""))
 
 
 def main(args: Args) -> dict:

@@ -51,8 +51,8 @@ def main(args: Args) -> None:
             raise UserError(f"{run} is no folder of a run: it has no metrics.jsonl")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for axis, (tag, hint) in zip(axes.flat, PANELS.items(), strict=True):
-            found = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
-            axis.plot([s for s, _ in found], [v for _, v in found])
+            points = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
+            axis.plot([step for step, _ in points], [value for _, value in points])
             axis.set_title(f"{tag}\n{hint}", fontsize=10)
             axis.set_xlabel("env steps")
             axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 @dataclasses.dataclass
 class CrossPlayFlags:
     games: Count = 1000
-    """games per pair of seeds"""
+    """how many games a number is the mean of: per pair of seeds"""
 
 
 @dataclasses.dataclass
@@ -40,14 +40,16 @@ def parse_args(words: list[str]) -> Args:
     return runs.parse_args(words, Args, {"run": RunFlags, "cross_play": CrossPlayFlags})
 
 
-def off_diagonal(matrix: np.ndarray) -> tuple[float, float]:
-    """Mean of what lies off the diagonal [S, S] and half width of its 95 % interval. All entries of a seed depend on
-    each other, hence the jackknife over seeds; it needs three."""
-    seeds = len(matrix)
+def off_diagonal(guest: np.ndarray) -> tuple[float, float]:
+    """guest [S, S, places] -> mean of what lies off the diagonal and half width of its 95 %
+    interval. All entries of a seed depend on each other, hence the jackknife over seeds; with two
+    seeds it is over games."""
+    seeds = len(guest)
     off = ~np.eye(seeds, dtype=bool)
+    if seeds < runs.SEEDS_FOR_INTERVAL:
+        return runs.interval_of_places(guest[off])[:2]
+    matrix = guest.mean(2)
     mean = matrix[off].mean()
-    if seeds < 3:
-        return float(mean), math.nan
     pseudo_values = []
     for seed in range(seeds):
         without = np.delete(np.delete(matrix, seed, 0), seed, 1)
@@ -85,18 +87,22 @@ def main(args: Args) -> dict[str, float]:
         share_parameters=False,
         imagination=False,
     )
-    sums = {name: x.sum(1) for name, x in runs.play_games(run, state, each).items()}  # [meetings, N]
-    returns = (sums["return"] / sums["games"]).reshape(seeds, seeds, players, players)
-    matrix = returns.diagonal(axis1=2, axis2=3).mean(2)  # of the guest, over its seats
+    returns = runs.play_games(run, state, each)["return"] / each  # [meetings, places, N]
+    by_seat = returns.reshape(seeds, seeds, players, places, players)
+    of_guest = by_seat.diagonal(axis1=2, axis2=4)  # [S, S, places, its seat]
+    guest = of_guest.reshape(seeds, seeds, -1)
+    matrix = guest.mean(2)
     names = [str(saved["seed"] + s) for s in range(seeds)]
     print(f"{config.setting}, {run.path}, frozen; {places * each * players} games per pair")
     print("return of a learner of one seed (row) among learners of one seed (column)")
     print("".join(name.rjust(8) for name in ("", *names)))
     for name, row in zip(names, matrix, strict=True):
         print(name.rjust(8) + "".join(f"{value:8.3f}" for value in row))
-    scores = {"own team": interval(matrix.diagonal()), "other teams": off_diagonal(matrix)}
+    *own, over = runs.interval_of_places(guest[np.eye(seeds, dtype=bool)])
+    scores = {"own team": own, "other teams": off_diagonal(guest)}
     for name, score in scores.items():
         print(name, runs.mean_text(*score))
+    print(runs.interval_text(over))
     rows = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
     runs.write_csv(csv_path, [["learner of seed", *(f"among seed {name}" for name in names)], *rows])
     matplotlib.style.use(runs.ROOT / "benchmarks" / "plots.mplstyle")
@@ -110,6 +116,8 @@ def main(args: Args) -> dict[str, float]:
     axis.set_yticks(range(seeds), names)
     axis.set(xlabel="among learners of seed", ylabel="learner of seed")
     figure.savefig(picture_path, dpi=100)
+    print(f"wrote {csv_path}")
+    print(f"wrote {picture_path}")
     return {name: mean for name, (mean, _) in scores.items()}
 
 

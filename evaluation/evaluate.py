@@ -34,7 +34,7 @@ class EvaluateFlags:
     seats: str | None = None
     """who sits where, one name a seat: learner, mixed, a player or a stranger (None: as in training)"""
     games: game.Count = 1000
-    """games per seed of the run"""
+    """how many games a number is the mean of: per seed of the run"""
     inspect: bool = False
     """also write inspect_<seats>.html, what the learners of the first seed think in 8 games (see inspector.py)"""
 
@@ -72,7 +72,7 @@ def film(run: Run, state, path: Path, games: int = 3) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """-> mean return of each seat"""
+    """-> mean return of each seat, and of all learners"""
     run = args.run
     config = run.args.config
     num_seeds = run.num_seeds
@@ -95,35 +95,50 @@ def main(args: Args) -> dict[str, float]:
     tables = [table] * num_seeds
     changes = {"seats": ",".join(table), "imagination": False}
     state = runs.seat_learners(run, tables, args.seed, index, num_envs=places, **changes)
-    sums = {key: x.sum(1) for key, x in runs.play_games(run, state, each).items()}  # [S, N]
-    returns = sums["return"] / sums["games"]
-    stag = sums["stag"] / sums["games"]
-    hare = sums["hare"] / sums["games"]
+    sums = runs.play_games(run, state, each)  # [S, places, N]
+    returns = sums["return"] / each
+    stag = sums["stag"] / each
+    hare = sums["hare"] / each
     played = f"{places * each} games a seed, {num_seeds} seed(s)"
     print(f"{config.setting}, {run.path}, frozen, planner {run.planner}; {played}")
-    rows = [["seat", "player", "return", "half_width_95", "stag_share", "hare_share"]]
-    for i, player in enumerate(table):
-        mean, half = runs.interval(returns[:, i])
-        stag_share = stag[:, i].mean()
-        hare_share = hare[:, i].mean()
-        rows.append([i, player, mean, half, stag_share, hare_share])
+    columns = ["seat", "player", "return", "half_width_95", "interval_over"]
+    rows = [[*columns, "stag_share", "hare_share"]]
+    means = {}
+    groups = {f"seat {i}": (player, [i]) for i, player in enumerate(table)}
+    groups["team"] = ("learners", runs.learner_seats(table))
+    for seat, (player, members) in groups.items():
+        mean, half, over = runs.interval_of_places(returns[:, :, members].mean(2))
+        stag_share = stag[:, :, members].mean()
+        hare_share = hare[:, :, members].mean()
+        row = [
+            seat.removeprefix("seat "),
+            player,
+            mean,
+            half,
+            over,
+            stag_share,
+            hare_share,
+        ]
+        rows.append(row)
         shares = f"stag {stag_share:.2f} hare {hare_share:.2f}"
-        print(f"seat {i} {player:<14} return {runs.mean_text(mean, half)}   {shares}")
+        print(f"{seat:<6} {player:<14} return {runs.mean_text(mean, half)}   {shares}")
+        means[seat] = mean
+    print(runs.interval_text(over))
     runs.write_csv(f"{title}.csv", rows)
 
     first = index[: len(index) // num_seeds]
     state = runs.seat_learners(run, [table], args.seed, first, num_envs=1, **changes)
     film(run, state, Path(f"{title}.gif"))
-    print(f"wrote {title}.csv and .gif")
     changes["imagination"] = run.args.imagination and "world" in run.networks  # it has a MOA for this, too
     state = runs.seat_learners(run, tables, args.seed, index, num_envs=moa.PLACES, **changes)
     if state.networks.moa is not None:
         moa.report(run, state, title)
-        print(f"wrote {title}_moa.csv and .png")
     if args.inspect:
         inspector.write_page(page, inspector.inspect_run(run, args.seats, seed=args.seed))
-        print(f"wrote {page}")
-    return {f"return/player_{i}": float(mean) for i, mean in enumerate(returns.mean(0))}
+    for path in outputs:
+        print(f"wrote {path}")
+    of_seats = {f"return/player_{i}": means[f"seat {i}"] for i in range(len(table))}
+    return {**of_seats, "return/learners": means["team"]}
 
 
 if __name__ == "__main__":

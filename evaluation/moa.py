@@ -158,7 +158,7 @@ def report(run: Run, state: Seated, start: str) -> None:
 def draw_confusion(path: Path, tables: dict[str, np.ndarray]) -> None:
     """A table for each kind; in each row the shares of what was guessed when this was done"""
     matplotlib.style.use(ROOT / "benchmarks" / "plots.mplstyle")
-    figure = Figure((1 + 3.6 * len(tables), 4.2), layout="tight")
+    figure = Figure((1 + 4.4 * len(tables), 5.0), layout="tight")
     axes = figure.subplots(1, len(tables), squeeze=False)[0]
     for axis, (name, table) in zip(axes, tables.items(), strict=True):
         shares = table / np.maximum(table.sum(1, keepdims=True), 1e-9)
@@ -166,8 +166,12 @@ def draw_confusion(path: Path, tables: dict[str, np.ndarray]) -> None:
         axis.grid(visible=False)
         for (row, column), share in np.ndenumerate(shares):
             if share >= 0.005:
-                axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=7)
+                axis.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=10)
         axis.set_xticks(range(game.NUM_ACTIONS), game.ACTION_NAMES, rotation=90)
         axis.set_yticks(range(game.NUM_ACTIONS), game.ACTION_NAMES)
-        axis.set(title=name, xlabel="MOA's guess", ylabel="done")
+        axis.set(
+            title=f"co-player: {name}",
+            xlabel="MOA's likeliest action (rows add up to 100 %)",
+            ylabel="what the co-player did",
+        )
     figure.savefig(path, dpi=100)

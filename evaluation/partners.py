@@ -4,7 +4,7 @@ games: what is gained by knowing the partner must be lost again. Partners stay h
 trained with; what a learner carries over from game to game is what it carried over in training.
 
     python evaluation/partners.py runs/RUN
-    python evaluation/partners.py runs/RUN --num-games 30 --population first_stag,last_stag    # other partners
+    python evaluation/partners.py runs/RUN --population first_stag,last_stag                 # other partners
     python evaluation/partners.py runs/RUN --modes frozen learning --population left_stag    # and one that learns
     python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
 
@@ -41,14 +41,14 @@ ON_CPU_MEETINGS = 8
 class PartnersFlags:
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATHS")]] = ()
     """a checkpoint or a run folder; of ppo_gru.py one for each seed"""
-    num_games: game.Count = 20
+    games_together: game.Count = 20
     """games with the same co-players"""
     modes: tuple[Literal["frozen", "learning"], ...] = ("frozen",)
     """learners as they are; learners that learn after every game"""
     places: game.Count = 1024
-    """how many co-players each frozen learner meets"""
+    """of frozen learners: places with co-players of their own, per seed; the table is their mean"""
     meetings: game.Count = 64
-    """as many of each that learns (default without a GPU: 8)"""
+    """the same of learners that learn (default without a GPU: 8)"""
     seats: str | None = None
     """who sits where (None: as in training)"""
     population: str | None = None
@@ -67,7 +67,7 @@ class Args(PartnersFlags):
 
 
 def by_game(play, num_seeds: int, places: int, num_games: int) -> np.ndarray:
-    """play() -> done [T, B], the learner's return [T, B] where done. -> [S, num_games], mean of each game's number"""
+    """play() -> done [T, B], the learner's return [T, B] where done. -> [S, places, num_games]"""
     played = None
     sums = 0.0
     while played is None or int(played.min()) < num_games:
@@ -78,7 +78,7 @@ def by_game(play, num_seeds: int, places: int, num_games: int) -> np.ndarray:
         counts = (number[..., None] == torch.arange(1, num_games + 1, device=done.device)) & done[..., None]
         sums = sums + (counts * returns[..., None]).sum(0).double()
         played = number[-1]
-    return sums.view(num_seeds, places, num_games).mean(1).cpu().numpy()
+    return sums.view(num_seeds, places, num_games).cpu().numpy()
 
 
 class SeatsOfNextPlace(game.Seats):
@@ -113,7 +113,14 @@ def infer_next_place(run: Run, places: int):
 def seats_table(args: Args, run: Run) -> list[str]:
     """Who sits where; in mixed seats the stranger, if --population is one"""
     table = runs.seats_of(run, args.seats)
-    game.refuse(table.count("learner") != 1, f"--seats {','.join(table)}: there must be 1 learner")
+    if table.count("learner") != 1:
+        trained = game.seats_table(run.args.seats, len(table))
+        seat = trained.index("learner")
+        example = ["mixed"] * len(table)
+        example[seat] = "learner"
+        start = f"--seats {','.join(table)}: there must be 1 learner"
+        more = f"for example --seats {','.join(example)}"
+        raise game.UserError(f"{start}, {more}")
     if args.population in game.STRANGERS:
         return [args.population if name == "mixed" else name for name in table]
     return table
@@ -152,7 +159,7 @@ def frozen_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
         runs.check_decisions(run.path, outputs["log_probs"])
         return episodes["done"], episodes["return"][..., seat]
 
-    return by_game(play, num_seeds, args.places, args.num_games)
+    return by_game(play, num_seeds, args.places, args.games_together)
 
 
 def frozen_gru(args: Args, run: Run) -> np.ndarray:
@@ -174,7 +181,7 @@ def frozen_gru(args: Args, run: Run) -> np.ndarray:
         runs.check_decisions(run.path, batch["log_prob"][..., None])
         return (batch[name].transpose(0, 1).flatten(1) for name in ("done", "final_return"))  # [S, T, E] -> [T, B]
 
-    return by_game(play, run.num_seeds, args.places, args.num_games)
+    return by_game(play, run.num_seeds, args.places, args.games_together)
 
 
 def deal_tables(args: Args, run: Run) -> list[list[str]]:
@@ -206,7 +213,7 @@ def learning(args: Args, run: Run) -> np.ndarray:
         run=run,
         device=args.device,
         seed=args.seed,
-        steps=args.num_games * final_time,
+        steps=args.games_together * final_time,
         every=final_time,
         games_at_once=1,
         **smaller,
@@ -224,7 +231,7 @@ def learning(args: Args, run: Run) -> np.ndarray:
         done, returns = (torch.from_numpy(x[..., 0].T) for x in games)  # [M, T, 1] -> [T, M]
         return done, returns
 
-    return by_game(play, run.num_seeds, args.meetings, args.num_games)
+    return by_game(play, run.num_seeds, args.meetings, args.games_together)
 
 
 def learning_script(flags: adapt.Args, run: Run, tables: list, index: list[int]):
@@ -282,8 +289,9 @@ def main(args: Args) -> dict[str, float]:
     if "learning" in args.modes:
         arms["learning"] = learning(args, run)
     rows = [["seed", "game", *arms]]
-    for seed, number in np.ndindex(run.num_seeds, args.num_games):
-        rows.append([seed, number + 1, *(float(x[seed, number]) for x in arms.values())])
+    for seed, number in np.ndindex(run.num_seeds, args.games_together):
+        means = [float(returns[seed, :, number].mean()) for returns in arms.values()]
+        rows.append([seed, number + 1, *means])
     runs.write_csv(first.parent / f"{title}.csv", rows)
     if "frozen" in args.modes:
         print(f"{first}, frozen; {args.places} meetings a seed, {run.num_seeds} seed(s)")
@@ -291,14 +299,15 @@ def main(args: Args) -> dict[str, float]:
         print(f"{first}, learning; {args.meetings} meetings a seed, {run.num_seeds} seed(s)")
     if game.redraw_prob(run.args.redraw) > 0 and "mixed" in (run.args.seats or ""):
         print(f"trained with --redraw {run.args.redraw}; here every partner stays")
-    for number in sorted({1, 2, 3, 5, 10, args.num_games}):
-        if number > args.num_games:
+    for number in sorted({1, 2, 3, 5, 10, args.games_together}):
+        if number > args.games_together:
             continue
         shown = []
         for name, returns in arms.items():
-            mean, half = runs.interval(returns[:, number - 1])
+            mean, half, over = runs.interval_of_places(returns[:, :, number - 1])
             shown.append(f"{name} {runs.mean_text(mean, half)}")
         print(f"game {number:>3} together: {', '.join(shown)}")
+    print(runs.interval_text(over))
     print(f"wrote {first.parent / title}.csv")
     return {name: float(x.mean()) for name, x in arms.items()}
 

@@ -40,6 +40,7 @@ FROZEN = {  # flags of a learner that is only looked at
     "history_reset_prob": 0.0,
     "offline_ratio": 0.0,
 }
+SEEDS_FOR_INTERVAL = 3  # Student's t of two values is too wide to say anything
 DECAY = 0.7  # of what old and new weights earned: how much a round counts beside the next
 
 Seed = Annotated[int, ("0 to 2**40", 0, 2**40)]
@@ -364,6 +365,31 @@ def interval(values) -> tuple[float, float]:
     if len(values) > 1:
         half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean()), float(half)
+
+
+def interval_of_places(values) -> tuple[float, float, str]:
+    """values [S, places]: of seeds, and of places with games of their own. -> mean, half width of
+    its 95 % interval, and over what: seeds, or with too few of them games"""
+    from scipy.special import stdtrit
+
+    values = np.asarray(values, np.float64)
+    seeds, places = values.shape
+    if seeds >= SEEDS_FOR_INTERVAL:
+        mean, half = interval(values.mean(1))
+        return mean, half, "seeds"
+    half = math.nan
+    if places > 1:
+        variance = values.var(1, ddof=1).sum() / places / seeds**2
+        half = stdtrit(seeds * (places - 1), 0.975) * math.sqrt(variance)
+    return float(values.mean()), float(half), "games"
+
+
+def interval_text(over: str) -> str:
+    """What stands behind ±"""
+    if over == "seeds":
+        return "±: 95 % interval over seeds"
+    more_seeds = f"{SEEDS_FOR_INTERVAL} seeds or more: over seeds"
+    return f"±: 95 % interval over games of these seeds ({more_seeds})"
 
 
 def mean_text(mean: float, half: float) -> str:

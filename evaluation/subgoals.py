@@ -12,6 +12,7 @@ the game, and `.png`. What follows `--` are flags of the script.
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ import tyro
 from torch.nn import functional as F
 
 NEEDS = ("exited",)
+GAMES_EACH = 3  # in each place, after the first; 4 * final_time steps hold at least these
 PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their colours
 
 
@@ -34,16 +36,20 @@ PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their
 class SubgoalFlags:
     seats: str | None = None
     """who sits where (None: as in training)"""
-    games: Annotated[int, (">= 2", 2, game.MOST)] = 256
-    """places at which games are played, per seed of the run; every other one is for the test"""
+    games: Annotated[int, (">= 2", 2, game.MOST)] = 1000
+    """how many games the subgoals are read in, per seed of the run; half of them are for the test"""
     copies: game.Count = 32
-    """how often each is played on for the ceilings"""
+    """how often a game is played on for the ceilings"""
 
 
 @dataclasses.dataclass
 class Args(RunFlags, SubgoalFlags):
     path: str = tyro.MISSING
     run: Run | None = None
+
+    @property
+    def places(self) -> int:
+        return max(2, math.ceil(self.games / GAMES_EACH))
 
 
 def parse_args(words: list[str]) -> Args:
@@ -76,14 +82,15 @@ def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
 
 
 def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
-    """Games that began and ended meanwhile -> subgoals [n, D], prey taken [n], step of the game [n], place [n]"""
+    """GAMES_EACH games in each place, after the first -> subgoals [n, D], prey taken [n], step of
+    the game [n], place [n]"""
     config = run.args.config
     transitions, outputs, _ = play(run, state, 4 * config.final_time)
-    taken, finished, number = prey_taken(run, transitions)
+    taken, _, number = prey_taken(run, transitions)
     done = transitions.done
-    whole = (number > 0) & finished
+    in_these = (number >= 1) & (number <= GAMES_EACH)
     present = others_cells(run, transitions) < config.num_cells
-    counts = whole[..., None] & present
+    counts = in_these[..., None] & present
     place = torch.arange(done.shape[2], device=done.device).view(1, 1, -1, 1).expand_as(taken)
     goals = outputs["goals"].float().unflatten(3, (taken.shape[3], -1))
     clock = transitions.time.long()[..., None].expand_as(taken)
@@ -135,7 +142,7 @@ def with_drawn_players(state: Seated, many: Seated, table: list[str], copies: in
 def ceilings(args: Args, state: Seated, table: list[str], make, probe) -> dict[str, float]:
     """Probe and hit ratio, and what they could be"""
     run = args.run
-    many = make(args.games * args.copies)
+    many = make(args.places * args.copies)
     right = {"probe": [], "probe, ceiling": [], "hit ratio": [], "hit ratio, ceiling": []}
     for _ in range(4):
         with_drawn_players(state, many, table, args.copies)
@@ -169,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
     check_writable(f"{title}.csv", f"{title}.png")
     index = runs.learner_indices(run, table, run.num_seeds)
 
-    def make(games: int) -> Seated:
+    def make(places: int) -> Seated:
         return runs.seat_learners(
             run,
             [table] * run.num_seeds,
@@ -177,10 +184,10 @@ def main(args: Args) -> dict[str, float]:
             index,
             seats=",".join(table),
             imagination=False,
-            num_envs=games,
+            num_envs=places,
         )
 
-    state = make(args.games)
+    state = make(args.places)
     goals, taken, clock, place = collect(run, state)
     held_out = place % 2 == 1
     probe = fit_probe(goals[~held_out], taken[~held_out])
@@ -190,7 +197,8 @@ def main(args: Args) -> dict[str, float]:
     majority = float(shares.max())
     steps, counts = np.unique(clock, return_counts=True)
     accuracy = [float(right[clock == step].mean()) for step in steps]
-    print(f"{config.setting}, {run.path}: {len(right)} samples")
+    played = f"{args.places * GAMES_EACH} games a seed, {run.num_seeds} seed(s)"
+    print(f"{config.setting}, {run.path}; {played}; {len(right)} steps of co-players in the test")
     print(f"probe {right.mean():.3f}, always the most frequent prey {majority:.3f}")
     known = {}
     if len(learner_seats(table)) == 1:
@@ -216,7 +224,8 @@ def main(args: Args) -> dict[str, float]:
     figure.tight_layout()
     figure.savefig(f"{title}.png", dpi=100)
     plt.close(figure)
-    print(f"wrote {title}.csv and .png")
+    print(f"wrote {title}.csv")
+    print(f"wrote {title}.png")
     return {"probe_accuracy": float(right.mean()), "majority": majority, **known}
 
 

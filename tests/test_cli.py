@@ -321,6 +321,58 @@ def test_wrong_flags_are_refused(words, capsys):
     assert stop.value.code == 2
 
 
+MEANT = [  # what is typed, what it may mean
+    ("--lr 3", "--learning-rate"),
+    ("--envs 3", "--num-envs"),
+    ("--n_envs=3", "--num-envs"),
+    ("--num-env 3", "--num-envs"),
+    ("--entropy-coef 3", "--ent-coef"),
+    ("--agents 3", "--num-players"),
+    ("--no-logs", "--no-log"),
+]
+
+
+@pytest.mark.parametrize("words, meant", MEANT)
+def test_what_may_have_been_meant(words, meant, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        command_line(lambda words: parse(TestArgs, GROUPS, TestArgs(), words), None)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and line.startswith(f"error: Unrecognized options: {words.split()[0]}")
+    assert line.endswith(f"(did you mean {meant}?)")
+
+
+@pytest.mark.parametrize("words", ["--nonsense 3", "--timesteps 3", "--num-envs three"])
+def test_nothing_is_suggested_that_there_is_not(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *words.split()])
+    with pytest.raises(SystemExit):
+        command_line(lambda words: parse(TestArgs, GROUPS, TestArgs(), words), None)
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_the_head_of_the_help():
+    docstring = """What it is: a script
+of two lines.
+
+    python one.py                     # the first
+    python two.py --flag 2
+    torchrun three.py
+    python four.py
+
+    python not this
+More."""
+    head = stag_hunt_env.help_header(docstring, "A note that is longer than a line, " + 9 * "and on and ")
+    assert head.splitlines()[:5] == [
+        "  What it is: a script of two lines.",
+        "",
+        "    python one.py  # the first",
+        "    python two.py --flag 2",
+        "    torchrun three.py",
+    ]
+    assert "four" not in head and "  A note" in head and max(map(len, head.splitlines())) <= 80
+    assert stag_hunt_env.help_header(None, "") == "", "python -OO"
+
+
 def test_early_flags():
     assert early_flags([], method="a", run_dir="b") == {"method": "a", "run_dir": "b"}
     words = ["--method=x", "--other", "3", "--run-dir", "y", "--flag"]
@@ -367,6 +419,17 @@ def test_threads_do_not_wait_by_spinning(program):
     """torch reads it when it is imported; two programs on the same cores would be 30 times slower"""
     say = "print(os.environ.get('GOMP_SPINCOUNT'), flush=True); os._exit(0)"
     assert int(start_until_torch(program, say).stdout) <= 30_000
+
+
+def test_a_copy_in_another_folder_asks_for_the_game_and_finds_it_by_its_path(tmp_path, monkeypatch):
+    """As docs/editing.md says"""
+    copy = tmp_path / "my_idea.py"
+    copy.write_text((ROOT / "hopplus_ppo.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    say = "print('found', flush=True); os._exit(0)"
+    missing = start_until_torch(copy, say, PYTHONPATH="")
+    assert missing.stderr.strip().endswith("ModuleNotFoundError: No module named 'stag_hunt_env'")
+    assert start_until_torch(copy, say, PYTHONPATH=str(ROOT)).stdout == "found\n"
 
 
 def test_who_wants_them_to_spin_may_say_so():

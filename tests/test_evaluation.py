@@ -336,6 +336,9 @@ def test_seats_modes_and_runs_that_do_not_fit_are_named(run, small, tmp_path):
         (subgoals, one_seed, {}, r"checkpoint.pt: .* reads no subgoals \(--method hop\)"),
         (subgoals, omg, {"seats": "random,random,random"}, "--seats .* no learner"),
     ]
+    example = r"there must be 1 learner, for example --seats learner,mixed,mixed$"
+    assert re.search(example, refusal(partners_of, run[0]))
+    assert re.search(example, refusal(partners_of, seated))
     before = sorted(tmp_path.rglob("*"))
     for module, loaded, flags, sentence in refused:
         text = refusal(module.main, module.Args(path=str(loaded.path), run=loaded, **flags))
@@ -530,14 +533,20 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
     done, returns, prey = (torch.cat([e[name] for e in episodes]) for name in ("done", "return", "prey"))
     assert done.sum(0).min() >= 2 and done.sum(0).max() > 2, "games of different lengths"
     rows = table_of(tmp_path / f"evaluation_{seats.replace(',', '-')}.csv")
-    assert [row["player"] for row in rows] == seats.split(",")
+    *rows, team = rows
+    assert [row["player"] for row in rows] == seats.split(",") and team["seat"] == "team"
+    learners = [float(row["return"]) for row in rows if row["player"] == "learner"]
+    assert float(team["return"]) == pytest.approx(np.mean(learners)) == pytest.approx(found["return/learners"])
+    assert {row["interval_over"] for row in (*rows, team)} == {"games"}, "two seeds are too few"
     for seat, row in enumerate(rows):
-        means, stags = [], []
+        means, stags, of_places = [], [], []
         for places in (range(150), range(150, 300)):
             ends = [(t, b) for b in places for t in done[:, b].nonzero().flatten().tolist()[:2]]
             means.append(sum(float(returns[t, b, seat]) for t, b in ends) / 300)
             stags.append(sum(int(prey[t, b, seat]) == 5 for t, b in ends) / 300)
-        half = 12.7062 * abs(means[0] - means[1]) / 2  # Student's t of two values
+            pairs = np.array([float(returns[t, b, seat]) for t, b in ends]).reshape(150, 2)
+            of_places.append(pairs.mean(1))
+        half = 1.9680 * math.sqrt(sum(np.var(x, ddof=1) / 150 for x in of_places)) / 2  # Student's t, 298 degrees
         assert (
             float(row["return"])
             == pytest.approx(sum(means) / 2, rel=1e-5)
@@ -597,6 +606,38 @@ def test_the_gif_shows_who_does_what(tmp_path, monkeypatch):
     assert all(actions[1] == STAY and actions[2] < 5 for _, actions in shown)
     assert sum(actions[0] == HUNT_HARE for _, actions in shown) == 3, "one catch a game"
     assert (tmp_path / "evaluation_nearest_hare-learner-waiting.gif").stat().st_size > 1000
+
+
+def test_two_seeds_give_an_interval_over_games_and_three_one_over_seeds():
+    first, second, third = [1.0, 3.0, 2.0, 2.0], [5.0, 5.0, 7.0, 7.0], [3.0, 3.0, 3.0, 3.0]
+    mean, half, over = runs.interval_of_places([first])
+    assert (mean, half, over) == (*runs.interval(first), "games")
+    mean, half, over = runs.interval_of_places([first, second])
+    error = math.sqrt((2 / 3 + 4 / 3) / 4) / 2  # of the mean of two means of four
+    assert mean == 4 and half == pytest.approx(2.44691 * error, rel=1e-5) and over == "games"
+    mean, half, over = runs.interval_of_places([first, second, third])
+    assert (mean, half, over) == (*runs.interval([2.0, 6.0, 3.0]), "seeds")
+    assert math.isnan(runs.interval_of_places([[1.0], [2.0]])[1])
+    assert "over games" in runs.interval_text("games") and "over seeds" in runs.interval_text("seeds")
+
+
+def test_a_tool_says_at_its_end_what_it_wrote(folder, capsys):
+    one = "learner,mixed,mixed"
+    calls = {
+        evaluate: ["--games", 2],
+        cross_play: ["--games", 4],
+        subgoals: ["--games", 4, "--seats", one, "--copies", 2],
+        partners: ["--games-together", 2, "--places", 4, "--seats", one],
+    }
+    for tool, words in calls.items():
+        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+        capsys.readouterr()
+        call(tool, folder, *words)
+        lines = capsys.readouterr().out.splitlines()
+        said = {line.removeprefix("wrote ") for line in lines if line.startswith("wrote ")}
+        written = {str(path) for path in folder.iterdir() if path.stat().st_mtime_ns != before.get(path)}
+        assert said == written and lines[-1].startswith("wrote "), tool.__name__
+        assert any("±: 95 % interval over games" in line for line in lines) or tool is subgoals
 
 
 def test_the_interval():
@@ -1208,10 +1249,14 @@ def test_everybody_keeps_its_seat_among_others(share, tmp_path):
 
 def test_the_interval_off_the_diagonal():
     own, partner = np.array([0.3, 1.0, 2.2, -0.4]), np.array([0.5, 0.1, -0.2, 0.9])
-    mean, half = cross_play.off_diagonal(own[:, None] + partner)  # each seed's effect is its own and that on others
+    guest = (own[:, None] + partner)[..., None]  # each seed's effect is its own and that on others
+    mean, half = cross_play.off_diagonal(guest)
     assert (mean, half) == pytest.approx(runs.interval(own + partner))
-    mean, half = cross_play.off_diagonal(np.array([[9.0, 1.0], [2.0, 9.0]]))
-    assert mean == 1.5 and math.isnan(half)
+    guest = np.full((2, 2, 3), 9.0)
+    guest[0, 1] = [1.0, 2.0, 3.0]
+    guest[1, 0] = [5.0, 5.0, 5.0]
+    mean, half = cross_play.off_diagonal(guest)
+    assert mean == 3.5 and half == pytest.approx(2.77645 * math.sqrt(1 / 3) / 2, rel=1e-5)
 
 
 def test_the_probe_of_subgoals(run, tmp_path):
@@ -1223,7 +1268,8 @@ def test_the_probe_of_subgoals(run, tmp_path):
         probe = subgoals.fit_probe(goals[::2], taken[::2])
         assert least <= (probe(goals[1::2]) == taken[1::2]).float().mean() <= most
 
-    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
+    short = ["--", "--steps-after-first-hunt", "0"]  # so that there are more games than count
+    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu", *short])
     state = runs.seat_learners(args.run, [["learner"] * 3], 1, [0, 1, 2], num_envs=8, imagination=False)
     state.games.env.reset(5)
     kept, play = [], runs.play
@@ -1232,11 +1278,13 @@ def test_the_probe_of_subgoals(run, tmp_path):
         goals, found, clock, place = subgoals.collect(args.run, state)
     transitions, outputs, _ = kept[0]
     exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
+    assert transitions.done.sum(1).max() > 4
     expected = []
     for m, t, e, k in itertools.product(*(range(size) for size in (*transitions.done.shape, 2))):
         begin = next((u + 1 for u in range(t - 1, -1, -1) if transitions.done[m, u, e]), None)
         end = next((u for u in range(t, transitions.done.shape[1]) if transitions.done[m, u, e]), None)
-        if begin is None or end is None or transitions.board[m, t, e, k + 1] == 12:
+        earlier = int(transitions.done[m, :t, e].sum())
+        if begin is None or earlier > 3 or transitions.board[m, t, e, k + 1] == 12:
             continue
         caught = [int(transitions.joint[m, u, e, k + 1]) - 4 for u in range(begin, end + 1) if exited[m, u, e, k + 1]]
         expected.append((sum(caught), int(transitions.time[m, t, e]), e))

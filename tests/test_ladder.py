@@ -103,7 +103,7 @@ def test_games_are_counted_place_by_place():
     returns = torch.arange(16.0).view(4, 4)
     found = partners.by_game(lambda: (done, returns), 2, 2, 2)
     # first games: returns 0, 5 and 10, 3; second: 8, 9 and 14, 7
-    assert found.tolist() == [[2.5, 8.5], [6.5, 10.5]]
+    assert found.tolist() == [[[0, 8], [5, 9]], [[10, 14], [3, 7]]]
 
 
 ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(scripted.GOALS), "num_seeds": 2}
@@ -164,7 +164,8 @@ def play_partners(monkeypatch, paths, watched, **flags):
         for name in watched:
             if hasattr(ppo_gru, name):
                 record(ppo_gru, name)
-        found = partners.main(partners.Args(**{"paths": paths, "places": 7, "num_games": 3, "device": "cpu", **flags}))
+        usual = {"paths": paths, "places": 7, "games_together": 3, "device": "cpu"}
+        found = partners.main(partners.Args(**usual | flags))
     return found, calls
 
 
@@ -245,7 +246,7 @@ def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path,
     monkeypatch.setattr(partners.runs, "seat_learners", with_memories)
     monkeypatch.setattr(partners.runs, "play", lambda run, state, _, infer: play(run, state, 2, infer))
     names = ["Games", "evaluate_policy", *(["plan_actions"] if script is mcts else [])]
-    _, calls = play_partners(monkeypatch, untrained(tmp_path / "run", script, **changes), names, num_games=1)
+    _, calls = play_partners(monkeypatch, untrained(tmp_path / "run", script, **changes), names, games_together=1)
     _, second = (k for k, (name, _, _) in enumerate(calls) if name == "Games")
     arms = calls[:second], calls[second:]
 
@@ -323,7 +324,7 @@ def test_how_a_partner_learns(script, method, mode, tmp_path, monkeypatch):
     monkeypatch.setattr(partners.adapt, "make_state", make_state)
     monkeypatch.setattr(partners.adapt, "first_boards", lambda run, index: "boards")
     paths = untrained(tmp_path / "run", script, **({"method": method} if method else {}))
-    found, _ = play_partners(monkeypatch, paths, [], modes=("learning",), meetings=4, num_games=7)
+    found, _ = play_partners(monkeypatch, paths, [], modes=("learning",), meetings=4, games_together=7)
     ((flags, tables, index, found_mode),) = seen
     assert (flags.steps, flags.every, flags.games_at_once) == (7 * 5, 5, 1)
     assert found_mode == mode and index == [0] * 4 + [1] * 4

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import write_checkpoint
+from matplotlib.figure import Figure
 
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
@@ -168,3 +169,17 @@ def test_evaluate_writes_it_for_runs_with_a_moa(method, changes, has_moa, tmp_pa
         for row in rows:
             done = int(row["times"]) > 0
             assert math.isnan(float(row["recall"])) != done and (not done or 0 <= float(row["recall"]) <= 1)
+
+
+def test_the_picture_can_be_read(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(moa, "Figure", lambda *words, **named: drawn.append(Figure(*words, **named)) or drawn[-1])
+    table = np.eye(7) * 3
+    table[0, 1] = 1
+    moa.draw_confusion(tmp_path / "picture.png", {"random": table, "learner": table})
+    left, right = drawn[0].axes
+    assert (left.get_title(), right.get_title()) == ("co-player: random", "co-player: learner")
+    assert left.get_ylabel() == "what the co-player did" and "MOA's likeliest action" in left.get_xlabel()
+    digits = {tuple(text.get_position()): text for text in left.texts}
+    assert digits[0, 0].get_text() == "75%" and digits[1, 0].get_text() == "25%" and len(digits) == 8
+    assert min(text.get_fontsize() for text in left.texts) >= 9

@@ -25,12 +25,15 @@ import hopplus_ppo as hop
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env as game
+from benchmarks import dashboard
 from stag_hunt_env import Run, StagHuntEnv, UserError, command_line
 
 import pytest
 import torch
 from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, save_as_run, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 
@@ -74,6 +77,37 @@ KEYS = {  # a few of each method, and how many there are at least
 }
 
 
+def assert_flags_as_in_help(events):
+    text = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
+    shown = [line.split("|")[1] for line in text.splitlines()[2:]]
+    in_help = [field.name for group in hop.GROUPS.values() for field in dataclasses.fields(group)]
+    assert shown == [*in_help, "checkpoint"] and shown[:2] == ["exp_name", "method"]
+    assert "|height|3|" in text and "|learning_rate|" in text
+
+
+def check_hparams(events, method, seed, ended):
+    contents = events.PluginTagToContent("hparams")
+    read = {name: HParamsPluginData.FromString(content) for name, content in contents.items()}
+    columns = read["_hparams_/experiment"].experiment
+    first = {column.name for column in columns.hparam_infos if column.differs}
+    assert first == {"method", "seed", "board", "total_timesteps", "learning_rate"}
+    results = [metric.name.tag for metric in columns.metric_infos]
+    expected = {"ppo": 2, "ppo-omg": 3, "hopplus": 4}[method]
+    assert results == ["charts/episodic_return", "charts/stag_share", "moa/nll", "wm/horizon"][:expected]
+    flags = read["_hparams_/session_start_info"].session_start_info.hparams
+    assert flags["method"].string_value == method and flags["board"].string_value == "3x4_3h1s_3hares"
+    assert flags["seed"].number_value == seed and flags["anneal_lr"].string_value == "True"
+    assert ("_hparams_/session_end_info" in read) == ended
+
+
+def check_overview(events, method):
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    parts = {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
+    assert parts["returns"]["return"] == ["^charts/episodic_return$"]
+    shown = {"ppo": ["returns"], "ppo-omg": ["returns", "models"], "hopplus": ["returns", "models", "imagination"]}
+    assert list(parts) == shown[method]
+
+
 @pytest.mark.parametrize("method", hop.METHODS)
 def test_what_a_run_leaves_behind(method, runs):
     folder, final = runs[method]
@@ -104,15 +138,16 @@ def test_what_a_run_leaves_behind(method, runs):
         kinds = {re.sub(r"\d+$", "i", name) for name in lines[2]}  # a number at the end: of a player, of a step
         assert fewest <= len(kinds) <= 60
         events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-        assert set(events.Tags()["scalars"]) - {"final_return"} == lines[2].keys()
-        for name, value in lines[2].items():
-            scalar = events.Scalars(name)
-            assert [x.step for x in scalar] == [32, 64, 96]
-            assert value is None or scalar[2].value == pytest.approx(value, rel=1e-5), name
+        assert set(events.Tags()["scalars"]) == {name for line in lines for name in line if line[name] is not None}
+        for name in events.Tags()["scalars"]:
+            scalar = {x.step: x.value for x in events.Scalars(name)}
+            values = dict(zip([32, 64, 96], [line[name] for line in lines], strict=True))
+            finite = {step: value for step, value in values.items() if value is not None}
+            assert scalar == pytest.approx(finite, rel=1e-5), name
         assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
-        assert "hyperparameters/text_summary" in events.Tags()["tensors"]
-        hparams = events.PluginTagToContent("hparams")
-        assert b"learning_rate" in hparams["_hparams_/session_start_info"] and events.Scalars("final_return")
+        assert_flags_as_in_help(events)
+        check_hparams(events, method, seed=1 + folders.index(folder), ended=True)
+        check_overview(events, method)
         assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
         if method != "ppo":
             parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
@@ -240,10 +275,10 @@ def well(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "times"),
-    [("add_scalar", 4), ("add_histogram", 3), ("add_text", 1), ("add_hparams", 1), ("close", 2)],
+    [("add_scalar", 3), ("add_histogram", 3), ("add_text", 1), ("add_custom_scalars", 1), ("close", 1)],
 )
 def test_tensorboard_that_fails_costs_nothing(name, times, well, tmp_path, monkeypatch, capsys):
-    """Each time a line says so: three iterations, and TensorBoard's hparams use a writer of their own"""
+    """Each time a line says so"""
 
     def fails(*_, **__):
         raise RuntimeError("singular")
@@ -258,6 +293,22 @@ def test_tensorboard_that_fails_costs_nothing(name, times, well, tmp_path, monke
     assert second["iteration"] == 3 and same_tree(first["states"], second["states"])
     numbers = [{name: x for name, x in found.items() if name != "checkpoint"} for found in (final, well)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0, abs=0, nan_ok=True)
+
+
+def test_a_chart_of_games_when_none_has_ended(tmp_path):
+    """null in metrics.jsonl, no point in TensorBoard, and a picture all the same"""
+    run = Run(make_args("ppo", run_dir=str(tmp_path)), hop.GROUPS, "any", None, 0)
+    for step, mean_return in ((32, math.nan), (64, 1.5)):
+        run.log(step, [{"charts/episodic_return": mean_return, "losses/value_loss": 0.25, "moa/nll": math.nan}])
+    run.close()
+    folder = run.folders[0]
+    assert [line["charts/episodic_return"] for line in lines_of(folder)] == [None, 1.5]
+    events = EventAccumulator(str(folder)).Reload()
+    assert [(x.step, x.value) for x in events.Scalars("charts/episodic_return")] == [(64, 1.5)]
+    assert [x.step for x in events.Scalars("losses/value_loss")] == [32, 64]
+    assert "moa/nll" not in events.Tags()["scalars"]
+    dashboard.main(dashboard.Args((str(folder),), str(tmp_path / "dashboard.png")))
+    assert (tmp_path / "dashboard.png").stat().st_size > 10_000
 
 
 def test_checkpoints_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
@@ -623,6 +674,20 @@ def test_help_shows_groups_and_true_defaults(capsys):
             assert f"--{field.name.replace('_', '-')}" in text, (name, field.name)
 
 
+@pytest.mark.parametrize("script", [hop, hopplus_mcts])
+def test_help_has_examples_and_the_defaults_of_the_other_device(script, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help", "--method", "hopplus", "--device", "cpu", "--height", "5"])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    head, flags = text.split(" options ", 1)
+    examples = [f"python {Path(script.__file__).name}", "--method"]
+    assert all(example in head for example in examples)
+    assert "The defaults are those of --method hopplus on 5x4 on cpu. On cuda: --total-timesteps 2000000" in head
+    assert "--num-envs 256, --learning-rate 0.001" in head and "env steps per seed (default: 300000)" in flags
+    for symbol in ("s^g", "q_phi", "f_psi"):
+        assert symbol not in text, f"{symbol} means nothing to who reads --help first"
+
+
 def test_every_flag_is_explained():
     grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
     own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
@@ -817,6 +882,8 @@ def test_the_way_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
     (checkpoint,) = folder.glob("*/checkpoint.pt")
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("stopped; go on with: ")
     assert shlex.split(command) == ["python", sys.argv[0], "--resume", str(checkpoint)]
+    events = EventAccumulator(str(checkpoint.parent)).Reload()
+    check_hparams(events, "ppo", seed=1, ended=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

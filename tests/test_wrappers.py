@@ -79,10 +79,10 @@ def equal(a, b):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_pettingzoo_checks(config, capsys):
-    parallel_api_test(StagHuntParallelEnv(config), num_cycles=150)
-    parallel_seed_test(lambda: StagHuntParallelEnv(config), num_cycles=40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        parallel_api_test(StagHuntParallelEnv(config), num_cycles=150)
+        parallel_seed_test(lambda: StagHuntParallelEnv(config), num_cycles=40)
         check_state_space(StagHuntParallelEnv(config))
         check_state(parallel_to_aec(StagHuntParallelEnv(config)), 20)
 
@@ -91,8 +91,22 @@ def test_gymnasium_checks():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for mode in ("ansi", "rgb_array"):
-            check_env(gymnasium.make("StagHunt-v0", render_mode=mode).unwrapped)
+            check_env(gymnasium.make("stag_hunt_env:StagHunt-v0", render_mode=mode).unwrapped)
     check_env(StagHuntGymEnv(CONFIGS[3], SEATS), skip_render_check=True)
+
+
+def test_what_check_env_of_stable_baselines3_asks_for():
+    """It takes a Box of three axes for an image, one of two for a mistake; all else must be castable to its space"""
+    env = gymnasium.make("stag_hunt_env:StagHunt-v0", height=5)
+    observation, info = env.reset(seed=1)
+    for _ in range(3):
+        for name, space in env.observation_space.spaces.items():
+            assert not isinstance(space, gymnasium.spaces.Box) or len(space.shape) == 1, name
+            assert observation[name].shape == space.shape and np.can_cast(observation[name].dtype, space.dtype), name
+            assert space.contains(observation[name])
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        assert (type(reward), type(terminated), type(truncated), type(info)) == (float, bool, bool, dict)
+        assert env.action_space.start == 0
 
 
 def batch(states):

@@ -471,7 +471,8 @@ def main(args: Args) -> dict[str, float]:
             games, total = row.pop("games"), row.pop("return")
             row = {"charts/episodic_return": total / games if games else math.nan, **row, **shared}
             for name, value in row.items():
-                writer.add_scalar(name, value, step)
+                if math.isfinite(value):
+                    writer.add_scalar(name, value, step)
                 if name.startswith("losses/") and not math.isfinite(value):
                     raise FloatingPointError(f"{name} is {value} (seed {args.seed + number}, iteration {iteration})")
             shown = {name: value if math.isfinite(value) else None for name, value in row.items()}
