@@ -1563,6 +1563,9 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
         return main(_read_flags(parse_args))
     except KeyboardInterrupt:
         _exit("stopped", 130)
+    except BrokenPipeError:  # such as --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed
+        sys.exit(0)
     except UserError as error:
         _exit(f"error: {error}", 2)
     except FloatingPointError as error:

@@ -450,3 +450,11 @@ def test_letters_that_the_output_does_not_know():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": path}
     found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=False)
     assert found.returncode == 0 and found.stdout == "1 \\xb1 2\n"
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    words = [sys.executable, str(ROOT / "hopplus_ppo.py"), "--help"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
