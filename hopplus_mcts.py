@@ -297,7 +297,7 @@ MODELS_ON_CPU = {
 }
 IMAGINATION_ON_CPU = {  # few games, much imagined
     "num_envs": 64,
-    "total_timesteps": 150_000,
+    "total_timesteps": 120_000,
     "learning_rate": 2e-3,
     "num_minibatches": 16,
     "watched_starts": 0.85,
@@ -2294,44 +2294,66 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     steps. -> samples [M, h, n, ...] as make_ppo_batch reads them; `mask`: the rollout had neither
     ended nor been cut before the step"""
     config = env.config
-    board = start.board
-    last_joint = start.last_joint.long()
-    history = start.history.float()
-    time_now = start.time.int()
-    first_hunt = start.first_hunt.int()
+    n = mask.shape[1]
+    now = {  # what changes, or is dropped where a rollout has ended
+        "board": start.board,
+        "walls": start.walls,
+        "seat": start.seat,
+        "oracle_id": start.oracle_id,
+        "last_joint": start.last_joint.long(),
+        "history": start.history.float(),
+        "time": start.time.int(),
+        "first_hunt": start.first_hunt.int(),
+        "going": mask,
+        "row": torch.arange(n, device=mask.device).expand_as(mask),
+    }
     samples, values = [], []
     for step in range(args.imagination_horizon + 1):
-        clock = time_now / config.final_time
-        situation = board, start.walls, clock, last_joint, history, start.oracle_id
+        now = drop_masked(now, now["going"])
+        board = now["board"]
+        clock = now["time"] / config.final_time
+        situation = board, now["walls"], clock, now["last_joint"], now["history"], now["oracle_id"]
         belief, output = perceive(args, env, networks, infer_opponents, *situation)
-        values.append(output["value"])
+        values.append(to_rows(output["value"], now["row"], n))
         if step == args.imagination_horizon:
             break
         noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        next_board, reward = predict_step(config, networks.world, board, start.walls, joint, start.seat)
-        time_now = time_now + 1
-        ended, first_hunt = imagined_end(config, board, next_board, time_now, first_hunt)
-        mask = mask & (step < horizon)[:, None]
-        samples.append(
-            {
-                "inputs": output["inputs"],
-                "legal": output["legal"],
-                "action": action,
-                "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
-                "log_probs": output["log_probs"],
-                "reward": shape_reward(args, config, reward, board, joint, next_board),
-                "ended": ended,
-                "mask": mask,
-            }
-        )
-        history = update_history(args, env, networks, belief, joint, history, torch.zeros_like(ended))
-        board = next_board
-        last_joint = joint
-        mask = mask & ~ended
+        next_board, reward = predict_step(config, networks.world, board, now["walls"], joint, now["seat"])
+        time_next = now["time"] + 1
+        ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
+        sample = {
+            "inputs": output["inputs"],
+            "legal": output["legal"],
+            "action": action,
+            "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
+            "log_probs": output["log_probs"],
+            "reward": shape_reward(args, config, reward, board, joint, next_board),
+            "ended": ended,
+            "mask": now["going"] & (step < horizon)[:, None],
+        }
+        samples.append({name: to_rows(x, now["row"], n) for name, x in sample.items()})
+        now |= {
+            "board": next_board,
+            "last_joint": joint,
+            "history": update_history(args, env, networks, belief, joint, now["history"], torch.zeros_like(ended)),
+            "time": time_next,
+            "first_hunt": first_hunt,
+            "going": now["going"] & ~ended,
+        }
     return {**stack_steps(samples), "value": torch.stack(values, 1)}
+
+
+def to_rows(x, row, n: int):
+    """[M, k, ...] of some rows, int64 [M, k] -> [M, n, ...] of all: zeros where drop_masked left one out"""
+    if x.is_cuda:
+        return x
+    learner = torch.arange(len(x))[:, None]
+    every_row = x.new_zeros(len(x), n, *x.shape[2:])
+    every_row[learner, row] = x
+    return every_row
 
 
 # ---- PPO

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from unittest import mock
 
 import hopplus_ppo as hop
 from stag_hunt_env import STAY, State, seats_table
@@ -122,8 +123,34 @@ def starts(state, count=60, rollouts=2):
 def imagined(state, start, mask, world=None, horizon=99):
     networks = state.networks if world is None else state.networks._replace(world=world)
     horizon = torch.as_tensor(horizon).expand(len(state.horizon))
-    dream = hop.imagine(state.args, state.games.env, networks, start, mask, horizon)
+    with mock.patch.object(hop, "drop_masked", lambda batch, *_: batch):  # as on a GPU
+        dream = hop.imagine(state.args, state.games.env, networks, start, mask, horizon)
     return dream | read_inputs(state.args.config, dream["inputs"])
+
+
+def test_games_that_ended_are_imagined_no_further_and_the_others_as_before(monkeypatch):
+    """With the likeliest actions and subgoals, so that nothing depends on how many rows are drawn for"""
+    monkeypatch.setattr(hop.game, "sample", lambda probs: probs.argmax(-1))
+    monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
+    state = make_state(num_envs=12)
+    start, mask = starts(state)
+    horizon = torch.tensor([99, 99, 2])
+    world = TrueWorld(state.games.env)
+    every_row = imagined(state, start, mask, world, horizon)
+    sizes = []
+    perceive = hop.perceive
+    monkeypatch.setattr(hop, "perceive", lambda *inputs: (sizes.append(inputs[4].shape[1]), perceive(*inputs))[1])
+    networks = state.networks._replace(world=world)
+    dropped = hop.imagine(state.args, state.games.env, networks, start, mask, horizon)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], "fewer and fewer"
+    counts = dropped["mask"]
+    assert torch.equal(counts, every_row["mask"]) and counts.any() and not counts.all()
+    for name in dropped.keys() - {"value"}:
+        torch.testing.assert_close(dropped[name][counts], every_row[name][counts], msg=name)
+    batches = [hop.make_ppo_batch(state.args, samples, real=False) for samples in (dropped, every_row)]
+    for name in ("advantage", "returns"):  # also where the third learner's are cut
+        first, second = (batch[name][counts.flatten(1)] for batch in batches)
+        torch.testing.assert_close(first, second, msg=name)
 
 
 @pytest.mark.parametrize("limit", [None, 1])
