@@ -55,7 +55,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "hopplus_ppo.py 15"  # of a checkpoint
+FORMAT = "hopplus_ppo.py 16"  # of a checkpoint
 KEYS = {  # in it
     "args": dict,
     "iteration": int,
@@ -105,8 +105,7 @@ class PPOArgs:
     num_envs: Count = 256  # E, games per seed
     num_steps: Count = 32  # T, steps of each game per iteration
     learning_rate: Positive = 1e-3
-    """Adam's step size; on a GPU 5e-4 is safer without imagination and search: else teams often
-    settle on hares"""
+    """Adam's step size; without imagination and search large ones often end with hares"""
     anneal_lr: bool = True  # let it fall linearly to a tenth
     policy_hidden: Count = 128
     """width of the policy's encoder, of the layers that actor and critic share and of their own"""
@@ -191,7 +190,8 @@ class ImaginationArgs:
     imagined_weight: NonNegative = 1.0  # weight of an imagined sample beside a real one
     watched_starts: Fraction = 0.5
     """share of the imagined rollouts that start in games of rule-based players and go on with them as
-    co-players: so the policy learns to answer goals that self-play never shows"""
+    co-players, so that the policy learns to answer goals that self-play never shows (none with
+    --offline-ratio 0)"""
 
 
 @dataclasses.dataclass
@@ -222,10 +222,14 @@ GROUPS = {  # the boxes of --help
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0}
 PPO_OMG = {"imagination": False}
-PPO_ON_GPU = {"num_envs": 1024, "learning_rate": 2e-4, "total_timesteps": 4_000_000}  # else 8x8 may end with hares
+CALM_PPO = {  # with fewer games or larger steps 8x8 may end with hares
+    "num_envs": 1024,
+    "learning_rate": 2e-4,
+    "total_timesteps": 4_000_000,
+}
 ON_CPU = {"policy_hidden": 64, "log_every": 1, "save_seconds": 20.0}  # what two cores do well
 PPO_ON_CPU = {**ON_CPU, "total_timesteps": 350_000, "update_epochs": 3}
-PPO_LARGE_ON_CPU = {**PPO_ON_GPU, "update_epochs": 4, "total_timesteps": 3_500_000}
+PPO_LARGE_ON_CPU = {**CALM_PPO, "update_epochs": 4, "total_timesteps": 3_500_000}
 MODELS_ON_CPU = {
     "subgoal_updates": 1,
     "subgoal_batch_size": 8,
@@ -242,8 +246,8 @@ IMAGINATION_ON_CPU = {  # few games, much imagined
     "watched_starts": 0.85,
 }
 DEFAULTS = {  # what differs from the class defaults
-    ("ppo", "cuda"): {**PPO, **PPO_ON_GPU},
-    ("ppo-omg", "cuda"): {**PPO_OMG, **PPO_ON_GPU},
+    ("ppo", "cuda"): {**PPO, **CALM_PPO},
+    ("ppo-omg", "cuda"): {**PPO_OMG, **CALM_PPO},
     ("hopplus", "cuda"): {},
     ("ppo", "cpu"): {**PPO, **PPO_ON_CPU, **MODELS_ON_CPU},
     ("ppo-omg", "cpu"): {**PPO_OMG, **PPO_ON_CPU, **MODELS_ON_CPU},

@@ -709,7 +709,8 @@ class SeatFlags:
     redraw: str = "game"  # when a mixed seat gets a new player: after each game, never, or with this probability
     unsteady: Fraction = 0.35
     """share of the places whose mixed seats get a new player after each game whatever --redraw says,
-    while the others' memory goes on: so a learner learns that somebody may not be who it was"""
+    while the others' memory goes on: so a learner learns that somebody may not be who it was (it
+    changes nothing where no memory outlasts a game)"""
 
 
 def seats_table(seats: str | list[str] | None, num_players: int) -> list[str]:
@@ -1398,39 +1399,18 @@ def early_board(height: str, width: str) -> StagHuntConfig:
 
 TYPED_INSTEAD = {  # what other libraries call it -> our flags, the first that a script has
     "--lr": ("--learning-rate",),
-    "--alpha": ("--learning-rate",),
     "--envs": ("--num-envs",),
     "--n-envs": ("--num-envs",),
     "--steps": ("--total-timesteps", "--num-updates", "--epochs"),
     "--timesteps": ("--total-timesteps",),
-    "--num-timesteps": ("--total-timesteps",),
-    "--max-steps": ("--total-timesteps",),
     "--total-steps": ("--total-timesteps",),
-    "--n-steps": ("--num-steps",),
-    "--n-epochs": ("--update-epochs", "--epochs"),
-    "--num-epochs": ("--update-epochs", "--epochs"),
-    "--batch-size": ("--num-minibatches",),
-    "--n-games": ("--games", "--games-together"),
     "--num-games": ("--games", "--games-together"),
     "--episodes": ("--games", "--total-timesteps"),
-    "--num-episodes": ("--games", "--total-timesteps"),
-    "--n-eval-episodes": ("--games",),
-    "--clip-range": ("--clip-coef",),
     "--entropy-coef": ("--ent-coef",),
-    "--value-coef": ("--vf-coef",),
     "--discount": ("--gamma",),
-    "--hidden-size": ("--policy-hidden", "--hidden"),
     "--algo": ("--method",),
     "--agents": ("--num-players",),
-    "--num-agents": ("--num-players",),
-    "--board": ("--height",),
-    "--size": ("--height",),
-    "--cuda": ("--device",),
-    "--gpu": ("--device",),
-    "--log-dir": ("--run-dir",),
     "--logdir": ("--run-dir",),
-    "--tensorboard-log": ("--run-dir",),
-    "--load": ("--resume",),
     "--checkpoint": ("--resume",),
 }
 

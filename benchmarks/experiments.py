@@ -135,21 +135,21 @@ SELF_PLAY = ("PPO", "HOP+")
 # Learners that those of METHODS meet. One learned beside hare hunters to hunt hares, one has just begun.
 OTHER_SEEDS = "--seed 31 --num-seeds 2"
 WITH_HARE_HUNTERS = "--seats learner,nearest_hare,nearest_hare,nearest_hare"
+
+
+def other_methods(board: str, hare_steps: int, early: Method) -> dict[str, Method]:
+    return {
+        "PPO": METHODS[board]["PPO"],
+        "HOP+": METHODS[board]["HOP+"],
+        "hares": Method(PPO, 1024, hare_steps, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
+        "early": early,
+        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
+    }
+
+
 OTHERS = {
-    "4x4": {
-        "PPO": METHODS["4x4"]["PPO"],
-        "HOP+": METHODS["4x4"]["HOP+"],
-        "hares": Method(PPO, 1024, 1_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 600_000, f"--method ppo {FAST}"),
-        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
-    },
-    "8x8": {
-        "PPO": METHODS["8x8"]["PPO"],
-        "HOP+": METHODS["8x8"]["HOP+"],
-        "hares": Method(PPO, 1024, 2_000_000, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
-        "early": Method(PPO, 1024, 1_200_000, f"--method ppo {SLOW}"),
-        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
-    },
+    "4x4": other_methods("4x4", 1_000_000, Method(PPO, 1024, 600_000, f"--method ppo {FAST}")),
+    "8x8": other_methods("8x8", 2_000_000, Method(PPO, 1024, 1_200_000, f"--method ppo {SLOW}")),
 }
 ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen learning"
 SEARCH_ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen search learning"
