@@ -15,6 +15,7 @@ import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
+from benchmarks import figures, patches, results, sections, worst_case
 from benchmarks.baselines import ppo_gru
 from evaluation import adapt, cross_play, evaluate, partners
 from evaluation import runs as evaluation_runs
@@ -44,7 +45,7 @@ SCRIPTS = {
     "evaluation/cross_play.py": cross_play,
     "evaluation/evaluate.py": evaluate,
     "evaluation/partners.py": partners,
-    experiments.GRU: ppo_gru,
+    sections.GRU: ppo_gru,
 }
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
 MEASURED += ("game_and_policy_env_steps_per_s", "game_only_env_steps_per_s")
@@ -123,21 +124,21 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
     found = {(f"hopplus_{script}.py", flags) for cases in speed.CASES.values() for script, flags in cases.values()}
     for script, flags, values in speed.GROWTH.values():
         found |= {(f"hopplus_{script}.py", f"{flags} {max(values[device])}") for device in values}
-    for name, section in experiments.SECTIONS.items():
+    for name, section in sections.SECTIONS.items():
         for run in section.runs.values():
-            commands = run.then if name in experiments.TASKS else (f"{run.script} {run.flags}", *run.then)
+            commands = run.then if name in sections.TASKS else (f"{run.script} {run.flags}", *run.then)
             found |= {tuple(words.split(" ", 1)) for words in commands}
             found |= {run.before[:2]} if run.before else set()
-            assert set(run.patch) <= experiments.PATCHES.keys()
+            assert set(run.patch) <= patches.PATCHES.keys()
     assert len(found) > 50
     for script, flags in found:  # what trains in the ladder: tests/test_ladder.py
         SCRIPTS[script].parse_args(flags.split())
 
 
-@pytest.mark.parametrize("board", experiments.BOARDS)
+@pytest.mark.parametrize("board", sections.BOARDS)
 def test_learned_co_players_are_understood(board, monkeypatch):
     monkeypatch.setattr(adapt, "load_run", lambda args, words, needs: None)  # there is no run
-    *_, learned, _ = experiments.meetings("PPO", board)
+    *_, learned, _ = sections.meetings("PPO", board)
     words = learned.replace(f"OTHERS_{board}", "PPO=a.pt HOP+=b.pt").split()
     args = adapt.parse_args(words[1:])
     assert (args.sets, len(args.others), args.modes) == ("learned", 2, ("frozen", "learning"))
@@ -145,7 +146,7 @@ def test_learned_co_players_are_understood(board, monkeypatch):
 
 @pytest.mark.parametrize(("arm", "modes"), [("inferred", ("frozen",)), ("HOP+", ("frozen", "learning"))])
 def test_partners_of_a_new_kind_are_understood(arm, modes):
-    _, *commands = experiments.SECTIONS["stays-4x4"].runs[arm].then
+    _, *commands = sections.SECTIONS["stays-4x4"].runs[arm].then
     seen = [partners.parse_args(command.split()[1:]) for command in commands]
     assert [(args.population, args.modes) for args in seen] == [("nearest_stag", modes), ("left_stag", modes)]
 
@@ -156,8 +157,8 @@ EITHER = pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=["pp
 @functools.cache
 def patched(script, *names):
     """The script with mistakes"""
-    patches = {name: experiments.PATCHES[name] for name in names}
-    return experiments.patched_script(Path(script.__file__).name, patches)
+    edits = {name: patches.PATCHES[name] for name in names}
+    return patches.patched_script(Path(script.__file__).name, edits)
 
 
 def make_state(hop, method="hopplus", **changes):
@@ -234,8 +235,8 @@ def test_pixel_world_models(tmp_path, monkeypatch):
     args = hopplus_ppo.make_args("hopplus", "cpu", **flags)
     with pytest.raises(ValueError, match="world_model PixelWorldModel, here WorldModel"):
         hopplus_ppo.main(args)
-    edit = {experiments.AFTER_WORLD_MODEL: experiments.pixel_world_model(weights)}
-    final = experiments.patched_script("hopplus_ppo.py", {"pixel": edit}).main(args)
+    edit = {patches.AFTER_WORLD_MODEL: patches.pixel_world_model(weights)}
+    final = patches.patched_script("hopplus_ppo.py", {"pixel": edit}).main(args)
     assert math.isfinite(final["losses/world_model"]) and final["imagined/samples"] > 0
     world, before = (torch.load(path, weights_only=True) for path in (final["checkpoint"], checkpoint))
     assert world["states"][0]["networks"]["world"].keys() == before["networks"]["world"].keys()
@@ -321,11 +322,11 @@ def test_permuted_actions(script):
 
 @EITHER
 def test_every_patch_fits_the_script(script):
-    for name in experiments.PATCHES:
+    for name in patches.PATCHES:
         assert patched(script, name).FORMAT == script.FORMAT
     wrong = {"mine": {"def rollout(": "def roll("}, "again": {"def rollout(": "def roll("}}
     with pytest.raises(ValueError, match=r"--patched again: hopplus_.* no longer has once:\ndef rollout"):
-        experiments.patched_script(Path(script.__file__).name, wrong)
+        patches.patched_script(Path(script.__file__).name, wrong)
 
 
 def test_either_script_can_be_patched(monkeypatch):
@@ -349,7 +350,7 @@ def test_either_script_can_be_patched(monkeypatch):
 
 def test_each_learners_moa_is_in_the_tables(tmp_path, capsys):
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("5",))
-    run = experiments.SECTIONS["5"][1]["MCTS, only player 1's MOA learns"]
+    run = sections.SECTIONS["5"][1]["MCTS, only player 1's MOA learns"]
     folder = experiments.folder_of(args, run)
     for seed in range(2):
         (folder / f"x__{seed}").mkdir(parents=True)
@@ -360,7 +361,7 @@ def test_each_learners_moa_is_in_the_tables(tmp_path, capsys):
     (folder / "seconds").touch()
     (folder / "train.log").write_text("on cpu")
     experiments.collect(args, "5")
-    experiments.draw(args, "5")
+    figures.draw(Path(args.docs), "5")
     said = capsys.readouterr().out
     assert "MOA learns: moa_nll by seat 0.605, 0.905, 0.905, 0.905; all equal: p = " in said
     assert "MOA learns: player by seat 2.000, 3.000, 4.000, 5.000; all equal: p = " in said
@@ -368,7 +369,7 @@ def test_each_learners_moa_is_in_the_tables(tmp_path, capsys):
 
 def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("2",))
-    for number, run in enumerate(list(experiments.SECTIONS["2"][1].values())[:2]):
+    for number, run in enumerate(list(sections.SECTIONS["2"][1].values())[:2]):
         folder = experiments.folder_of(args, run)
         for seed in range(3):
             there = folder / f"x__{seed}"
@@ -398,7 +399,7 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
     assert float(rows[1]["return"]) == pytest.approx(2.6) and float(rows[1]["fall"]) == pytest.approx(0.3)
     assert float(rows[1]["player_3"]) == pytest.approx(5.6)
     assert len(list(csv.DictReader((tmp_path / "docs/data/section_2_curves.csv").open()))) == 2 * 3 * 5
-    shutil.rmtree(experiments.folder_of(args, experiments.SECTIONS["2"][1]["PPO"]))
+    shutil.rmtree(experiments.folder_of(args, sections.SECTIONS["2"][1]["PPO"]))
     experiments.collect(args, "2")
     kept = list(csv.DictReader((tmp_path / "docs/data/section_2.csv").open()))
     assert kept == rows, "a run made elsewhere keeps its rows"
@@ -441,7 +442,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     shutil.copytree(Path(experiments.ROOT) / "docs/data", tmp_path / "data")
-    of_runs = [name for name, section in experiments.SECTIONS.items() if section.runs]
+    of_runs = [name for name, section in sections.SECTIONS.items() if section.runs]
     published = [name for name in of_runs if (tmp_path / f"data/section_{name}.csv").exists()]
     assert {*"12345678"} <= set(published)
     experiments.main(experiments.Args(docs=str(tmp_path), draw=True))
@@ -453,12 +454,12 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
 
 # Their flags are new, their tables are old.
-TO_BE_MEASURED = (*experiments.TASKS, "1", "2", "3", "4", "7", "others", "8")
+TO_BE_MEASURED = (*sections.TASKS, "1", "2", "3", "4", "7", "others", "8")
 
 
 def sections_with_runs():
     to_be_measured = pytest.mark.xfail(reason="to be measured", strict=True)
-    for name, section in experiments.SECTIONS.items():
+    for name, section in sections.SECTIONS.items():
         if section.runs:
             yield pytest.param(name, marks=[to_be_measured] if name in TO_BE_MEASURED else [])
 
@@ -466,7 +467,7 @@ def sections_with_runs():
 @pytest.mark.parametrize("name", list(sections_with_runs()))
 def test_every_published_run_has_the_flags_of_its_experiment(name):
     """In any order"""
-    runs = experiments.SECTIONS[name].runs
+    runs = sections.SECTIONS[name].runs
     path = Path(experiments.ROOT) / f"docs/data/section_{name}.csv"
     flags = {row["run"]: sorted(row["flags"].split()) for row in csv.DictReader(path.open())}
     assert list(flags) == list(runs)
@@ -483,15 +484,15 @@ def test_learners_are_compared_seed_by_seed(tmp_path, capsys):
         ("PPO, mixed", 2, (9, 11)),
     ):
         rows += [{"run": run, "co_players": "3 NS", "seed": seed, "learning": r, "frozen": ""} for r in returns]
-    experiments.write(tmp_path / "data" / "section_7_adaptation_repetitions.csv", rows)
-    experiments.print_differences(experiments.Args(docs=str(tmp_path)), "7")
+    results.write(tmp_path / "data" / "section_7_adaptation_repetitions.csv", rows)
+    figures.print_differences(tmp_path, "7")
     assert capsys.readouterr().out == "HOP+ learning minus PPO, mixed learning: 3 NS 1.500 ± 6.353\n"
 
 
 def test_losses_are_compared_at_equal_returns():
     pairs = (0.9, 1), (1.0, 3), (1.2, 5), (2.9, 7), (0.1, 99)
     rows = [{"run": "x", "return": str(r), "value_real": str(v)} for r, v in pairs]
-    values = experiments.by_return([*rows, {"run": "x", "return": "", "value_real": "9"}], "value_real")["x"]
+    values = figures.by_return([*rows, {"run": "x", "return": "", "value_real": "9"}], "value_real")["x"]
     assert values[:2] == [2.0, 5.0] and np.isnan(values[2:5]).all() and values[5] == 7.0
 
 
@@ -509,7 +510,7 @@ def test_tables_say_where_a_run_was_made(log, device):
 
 def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("8",))
-    folder = experiments.folder_of(args, experiments.SECTIONS["8"][1]["PPO"])
+    folder = experiments.folder_of(args, sections.SECTIONS["8"][1]["PPO"])
     there = folder / "x__1"
     there.mkdir(parents=True)
     (folder / "seconds").touch()
@@ -524,11 +525,12 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     )
     (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
     experiments.collect(args, "8")
-    tables = {name: experiments.read(args, "8", name) for name in ("_adaptation", "_adaptation_curves", "_cross_play")}
+    names = ("_adaptation", "_adaptation_curves", "_cross_play")
+    tables = {name: results.read(Path(args.docs), "8", name) for name in names}
     met = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "frozen mean": "0.5"}
     point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
     repetition = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "repetition": "3", "seed": "2"}
-    assert experiments.read(args, "8", "_adaptation_repetitions") == [repetition | {"frozen": "0.5"}]
+    assert results.read(Path(args.docs), "8", "_adaptation_repetitions") == [repetition | {"frozen": "0.5"}]
     assert tables["_adaptation"] == [met] and tables["_adaptation_curves"] == [point | {"return": "1.5"}]
     assert [row["return"] for row in tables["_cross_play"]] == ["2.5", "2.25", "2.0", "2.75"]
 
@@ -538,7 +540,7 @@ def test_a_run_and_what_follows_it(tmp_path):
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
     args.extra = "--device cpu --total-timesteps 64 --num-envs 4 --num-steps 8 --height 3 --final-time 4"
     args.extra_then = "--device cpu --games 8"
-    run = experiments.Run("--method ppo --num-seeds 2 --log-every 1", then=(experiments.CROSS,), patch=("one_player",))
+    run = sections.Run("--method ppo --num-seeds 2 --log-every 1", then=(sections.CROSS,), patch=("one_player",))
     experiments.make(args, run)
     folder = experiments.folder_of(args, run)
     assert (folder / "finished").exists() and len(list(folder.glob("*/cross_play.csv"))) == 1
@@ -548,7 +550,7 @@ def test_a_run_and_what_follows_it(tmp_path):
 
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
     args = experiments.Args(run_dir=str(tmp_path), extra_then="--device cpu")
-    run = experiments.Run("--method ppo", then=("one.py RUN", "two.py RUN --modes a -- --planner mcts"))
+    run = sections.Run("--method ppo", then=("one.py RUN", "two.py RUN --modes a -- --planner mcts"))
     checkpoint, calls = experiments.folder_of(args, run) / "x__1" / "checkpoint.pt", []
 
     def call(words, **_):
@@ -572,7 +574,7 @@ def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
 def finished_others(args, board="4x4", but=()):
     """As if the runs of section `others` were made. -> name: checkpoint"""
     paths = {}
-    for name, run in experiments.other_runs(board).items():
+    for name, run in sections.other_runs(board).items():
         paths[name] = experiments.folder_of(args, run) / "x__31" / "checkpoint.pt"
         paths[name].parent.mkdir(parents=True)
         paths[name].touch()
@@ -616,17 +618,17 @@ def test_learners_that_others_meet_are_made_first(tmp_path, monkeypatch, capsys)
             (there.parent / "train.log").touch()
 
     monkeypatch.setattr(experiments.subprocess, "run", call)
-    broken.append(str(experiments.OTHERS["4x4"]["early"].steps))
+    broken.append(str(sections.OTHERS["4x4"]["early"].steps))
     experiments.main(args)
     said = capsys.readouterr().out
     assert said.count("FAILED, see its logs") == 1 and "FAILED, " + str(tmp_path) in said
     assert "early of --section others is not finished or has no checkpoint: hopplus_ppo_py___seed_11" in said
     broken.clear()
     experiments.main(args)
-    assert scripts[:5].count(experiments.GRU) == 1 and "evaluation/adapt.py" not in scripts[:6]
+    assert scripts[:5].count(sections.GRU) == 1 and "evaluation/adapt.py" not in scripts[:6]
     assert scripts[-2:] == ["evaluation/adapt.py", "evaluation/cross_play.py"]
     kept = {path.parent.parent for path in tmp_path.glob("runs/*/*/checkpoint.pt")}
-    assert kept == {experiments.folder_of(args, run) for run in experiments.other_runs("4x4").values()}
+    assert kept == {experiments.folder_of(args, run) for run in sections.other_runs("4x4").values()}
     args.only = ("nobody",)
     with pytest.raises(ValueError, match="--only nobody: the runs of these sections are PPO, PPO, mixed"):
         experiments.main(args)
@@ -639,14 +641,14 @@ def met(run, players, seed, repetition=0, sets="standard", **returns):
 def write_meetings(folder):
     """Two sets with random players of 1 and best responses of 3 and 5; learner A in two seeds"""
     random_and_best = {"random mean": 1, "best response mean": 3}
-    experiments.write(folder / "data/section_7_adaptation.csv", [
+    results.write(folder / "data/section_7_adaptation.csv", [
         {"run": "PPO", "sets": "standard", "co_players": "3 NS", **random_and_best},
     ])  # fmt: skip
-    experiments.write(folder / "data/section_8_adaptation.csv", [
+    results.write(folder / "data/section_8_adaptation.csv", [
         {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", **random_and_best, "best response mean": 5},
     ])  # fmt: skip
     scripted = "Bayes hunter"
-    experiments.write(folder / "data/section_7_adaptation_repetitions.csv", [
+    results.write(folder / "data/section_7_adaptation_repetitions.csv", [
         met("HOP+", "3 NS", 11, **{"learning": 2, "learning first game": 1, "learning test steps": 100}),
         met("HOP+", "3 NS", 11, **{"learning": 3, "learning first game": 1, "learning test steps": 300}),
         met("HOP+", "3 NS", 12, **{"learning": 3, "learning first game": 2, "learning test steps": 200}),
@@ -654,7 +656,7 @@ def write_meetings(folder):
         met("PPO", "3 NS", 11, 1, learning=0, **{scripted: 2}),
         met("few", "3 NS", 11, learning=3),
     ])  # fmt: skip
-    experiments.write(folder / "data/section_8_adaptation_repetitions.csv", [
+    results.write(folder / "data/section_8_adaptation_repetitions.csv", [
         met("HOP+", "3 waiting", 11, sets="strangers", **{"learning": 4, "learning first game": 5}),
         met("HOP+", "3 waiting", 12, sets="strangers", **{"learning": 5, "learning first game": 5}),
         met("PPO", "3 waiting", 11, 0, "strangers", learning=3, **{scripted: 2}),
@@ -666,18 +668,18 @@ def test_the_worst_case(tmp_path, capsys):
     """HOP+: 3 NS 0.75 and 1, 3 waiting 0.75 and 1 in its two seeds; regrets 0.5 and 0, 1 and 0"""
     write_meetings(tmp_path)
     args = experiments.Args(docs=str(tmp_path), section=("worst",), draw=True)
-    references = experiments.references(args)
+    references = results.references(Path(args.docs))
     assert references == {("4x4", "3 NS"): (1, 3), ("4x4", "3 waiting"): (1, 5)}
-    meetings = {(m.method, m.period): m for m in experiments.read_meetings(args)}
-    hopplus = experiments.worst_case(meetings["HOP+", "last quarter"], references)
+    meetings = {(m.method, m.period): m for m in worst_case.read_meetings(Path(args.docs))}
+    hopplus = worst_case.worst_case(meetings["HOP+", "last quarter"], references)
     spread = 0.125 * 12.7062  # of two values around their mean: Student's t with 1 degree of freedom
     assert hopplus.worst_score == pytest.approx((0.875, 0.875 - spread, 0.875 + spread), rel=1e-4)
     assert hopplus.mean_score == pytest.approx(hopplus.worst_score) and hopplus.num_sets == 2
     assert (hopplus.regret_set, hopplus.worst_regret[0]) == ("3 waiting", 0.5)
-    first = experiments.worst_case(meetings["HOP+", "first game"], references)
+    first = worst_case.worst_case(meetings["HOP+", "first game"], references)
     assert (first.worst_set, first.worst_score[0]) == ("3 NS", 0.25)
     assert first.mean_score == pytest.approx((0.625, 0.625 - spread, 0.625 + spread), rel=1e-4)
-    scripted = experiments.worst_case(meetings["Bayes hunter", "last quarter"], references)
+    scripted = worst_case.worst_case(meetings["Bayes hunter", "last quarter"], references)
     assert (scripted.worst_set, scripted.worst_score[0]) == ("3 waiting", 0.5), "repetitions are its seeds"
     assert scripted.worst_score[1] == pytest.approx(0.5 - 2 * spread, rel=1e-4)
     assert (scripted.mean_score[0], scripted.worst_regret[0]) == (0.625, 2)
@@ -686,7 +688,7 @@ def test_the_worst_case(tmp_path, capsys):
     assert "| HOP+, learning | 0.88 ± 1.59 | 3 NS | 0.88 ± 1.59 | 0.50 ± 6.35 | 3 waiting | 200 |" in said
     assert "| PPO, learning | -0.50 | 3 NS | 0.00 | 3.00 | 3 NS |  |" in said
     assert "few, learning (1 of 2)" in said and "| few" not in said
-    rows = experiments.read_csv(tmp_path / "data/worst_case.csv")
+    rows = results.read_csv(tmp_path / "data/worst_case.csv")
     names = [(row["method"], row["period"]) for row in rows]
     assert names == [("Bayes hunter", "last quarter"), ("PPO", "last quarter"), ("HOP+", "last quarter"),
                      ("HOP+", "first game")]  # fmt: skip
@@ -698,8 +700,8 @@ def test_the_worst_case(tmp_path, capsys):
 def test_the_worst_is_of_means_not_of_single_seeds():
     """Each of two sets is bad in another seed: the lowest score of all is 0, in b; but the worst set is a, 0.4"""
     returns = {"a": {"1": 0.1, "2": 0.7}, "b": {"1": 1.0, "2": 0.0}}
-    meeting = experiments.Meeting("4x4", "x", "learning", "last quarter", returns, None)
-    worst = experiments.worst_case(meeting, dict.fromkeys([("4x4", "a"), ("4x4", "b")], (0.0, 1.0)))
+    meeting = worst_case.Meeting("4x4", "x", "learning", "last quarter", returns, None)
+    worst = worst_case.worst_case(meeting, dict.fromkeys([("4x4", "a"), ("4x4", "b")], (0.0, 1.0)))
     assert (worst.worst_set, worst.regret_set) == ("a", "a")
     assert worst.worst_score[0] == pytest.approx(0.4) and worst.mean_score[0] == pytest.approx(0.45)
 
@@ -707,7 +709,7 @@ def test_the_worst_is_of_means_not_of_single_seeds():
 def test_a_partner_of_a_new_kind(tmp_path, capsys):
     """From partners.py's table to the printed one"""
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path), section=("stays-4x4", "new-partner"))
-    folder = experiments.folder_of(args, experiments.SECTIONS["stays-4x4"].runs["HOP+"])
+    folder = experiments.folder_of(args, sections.SECTIONS["stays-4x4"].runs["HOP+"])
     (folder / "x__11").mkdir(parents=True)
     (folder / "seconds").touch()
     (folder / "train.log").write_text("on cpu")
@@ -716,9 +718,9 @@ def test_a_partner_of_a_new_kind(tmp_path, capsys):
     (folder / "x__11/partners_left_stag.csv").write_text("\n".join(lines) + "\n")
     (folder / "x__11/partners.csv").write_text("seed,game,return\n0,1,9.0\n")
     experiments.collect(args, "stays-4x4")
-    rows = experiments.read(args, "stays-4x4", "_together")
+    rows = results.read(Path(args.docs), "stays-4x4", "_together")
     assert {row["population"]: row["learning"] for row in rows} == {"left_stag": "2.0", "": ""}
-    experiments.draw(args, "new-partner")
+    figures.draw(Path(args.docs), "new-partner")
     said = capsys.readouterr().out
     assert "4x4, 5 steps, the partner stays; partner left_stag\n" in said
     assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 |  |  |" in said
@@ -739,9 +741,9 @@ def test_the_dashboard_shows_what_a_run_logs(tmp_path):
 
 
 def test_intervals():
-    mean, low, high = experiments.interval(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
+    mean, low, high = results.interval(list(np.random.default_rng(1).normal(3.0, 1.0, 400)))
     assert abs(mean - 3) < 0.15 and high - low == pytest.approx(4 / np.sqrt(400), rel=0.15) and low < mean < high
-    mean, low, high = experiments.interval([2.0])
+    mean, low, high = results.interval([2.0])
     assert mean == 2 and math.isnan(low) and math.isnan(high), "one seed says nothing about the others"
 
 
@@ -749,7 +751,7 @@ def test_seats_that_differ_are_found():
     noise = np.random.default_rng(3).normal(0, 0.05, (8, 4))
     for lead, low, high in ((0.0, 0.05, 1.0), (0.3, 0.0, 0.001)):
         rows = [{"run": "x", **{f"player_{i}": 2 + noise[s, i] + lead * (i == 0) for i in range(4)}} for s in range(8)]
-        means, p = experiments.seat_test(rows, "x", 2000)
+        means, p = figures.seat_test(rows, "x", 2000)
         assert low <= p <= high and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
 
 
@@ -765,22 +767,22 @@ def test_scores_are_normalised_by_the_references_of_the_same_board():
     }
     other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
     large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
-    references = experiments.reference_returns([best, other])
-    found = experiments.normalised([other, large], references, "standard")
+    references = results.reference_returns([best, other])
+    found = figures.normalised([other, large], references, "standard")
     assert np.isnan(found.pop("HOP+, 8x8, learning")["3 NH"]), "this board has no references"
     assert found == {"HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
     both = [best, best | {"run": "PPO, 8x8"}]
-    found = experiments.normalised(both, experiments.reference_returns(both), "standard")
+    found = figures.normalised(both, results.reference_returns(both), "standard")
     assert found["Bayes hunter"] == found["Bayes hunter, 8x8"] == {"3 NH": 1.25} and len(found) == 4
 
 
-@pytest.mark.parametrize("board", experiments.BOARDS)
+@pytest.mark.parametrize("board", sections.BOARDS)
 def test_every_method_meets_the_same_players(board):
     """Only PPO measures the references; the controls train with the players that the models of HOP+ watch"""
-    methods = experiments.METHODS[board]
+    methods = sections.METHODS[board]
     flags = {}
     for name, method in methods.items():
-        words = experiments.method_flags(method, board, experiments.TEST_SEEDS).split()
+        words = sections.method_flags(method, board, sections.TEST_SEEDS).split()
         flags[name] = SCRIPTS[method.script].parse_args([*words, "--device", "cpu"])
     watched = flags["HOP+"].population
     control = flags["PPO, mixed"]
@@ -794,8 +796,8 @@ def test_every_method_meets_the_same_players(board):
         assert (args.seed, args.num_seeds, args.config) == (11, 5, control.config)
     assert flags["+ subgoals, mixed"].learning_rate == control.learning_rate
     for name in methods:
-        run = experiments.SECTIONS["7"].runs[experiments.label_of(name, board)]
-        assert run == experiments.SECTIONS["8"].runs[experiments.label_of(name, board)]
+        run = sections.SECTIONS["7"].runs[sections.label_of(name, board)]
+        assert run == sections.SECTIONS["8"].runs[sections.label_of(name, board)]
         commands = [command for command in run.then if "adapt.py" in command]
         sets = [re.findall(r"--sets (\w+)|$", command)[0] for command in commands]
         assert sets == ["", "strangers", "learned"] and f"--others OTHERS_{board}" in commands[2]
@@ -809,23 +811,23 @@ def test_hopplus_has_one_setting():
     may_differ |= {"--height", "--width", "--num-stags", "--final-time", "--redraw", "--population", "--seats"}
     labels = ("HOP+", "HOP+, 8x8", "HOP+, few steps", "HOP+, 4h2s")
     seen = []
-    for name, section in experiments.SECTIONS.items():
+    for name, section in sections.SECTIONS.items():
         for label in labels:
             if label in section.runs:
                 run = section.runs[label]
                 flags = set(re.findall(r"--[\w-]+", run.flags))
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
-    assert set(seen) == {"2", "7", "8", "others", *experiments.HOPPLUS_TASKS}
+    assert set(seen) == {"2", "7", "8", "others", *sections.HOPPLUS_TASKS}
 
 
 def test_arms_of_the_ladder_differ_in_what_they_know_alone():
-    words = {arm: run.flags for arm, run in experiments.arms("stays-4x4").items()}
+    words = {arm: run.flags for arm, run in sections.arms("stays-4x4").items()}
     words.pop("HOP+")
     common = set.intersection(*(set(flags.split()) for flags in words.values()))
-    assert set(experiments.LADDER.split()) <= common and set(experiments.TASKS["stays-4x4"].flags.split()) <= common
+    assert set(sections.LADDER.split()) <= common and set(sections.TASKS["stays-4x4"].flags.split()) <= common
     other = {arm: " ".join(word for word in flags.split() if word not in common) for arm, flags in words.items()}
-    assert other == {arm: flags for arm, (_, flags) in experiments.ARMS.items()}
+    assert other == {arm: flags for arm, (_, flags) in sections.ARMS.items()}
 
 
 def test_sections_and_runs_that_do_not_exist(capsys):
@@ -837,7 +839,7 @@ def test_sections_and_runs_that_do_not_exist(capsys):
         experiments.main(experiments.Args(patched=("two_players",)))
     experiments.main(experiments.Args(list=True))
     said = "\n" + capsys.readouterr().out
-    assert all(f"\n{number}. {section.title}" in said for number, section in experiments.SECTIONS.items())
+    assert all(f"\n{number}. {section.title}" in said for number, section in sections.SECTIONS.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import hopplus_mcts as mcts
 import hopplus_ppo as hop
 import stag_hunt_env as game
-from benchmarks import experiments, scripted
+from benchmarks import figures, results, scripted, sections
 from benchmarks.baselines import ppo_gru
 from evaluation import partners
 
@@ -408,30 +408,30 @@ def test_wrong_flags_and_files_of_partners_are_named(wrong, sentence, tmp_path):
 
 
 def test_intervals_are_students():
-    mean, low, high = experiments.interval([1.0, 2.0, 3.0])
+    mean, low, high = results.interval([1.0, 2.0, 3.0])
     assert (mean, low, high) == pytest.approx((2.0, 2.0 - 2.4841, 2.0 + 2.4841), abs=1e-3)
     rows = [{"run": run, "seed": str(seed), "return": str(value)} for run, values in
             (("a", (3.0, 5.0, 4.0)), ("b", (1.0, 3.5, 1.5))) for seed, value in enumerate(values)]  # fmt: skip
-    assert experiments.paired(rows, "a", "b") == pytest.approx((2.0, 2.0 - 1.2421, 2.0 + 1.2421), abs=1e-3)
-    assert experiments.paired(rows, "a", "c") is None
+    assert results.paired(rows, "a", "b") == pytest.approx((2.0, 2.0 - 1.2421, 2.0 + 1.2421), abs=1e-3)
+    assert results.paired(rows, "a", "c") is None
 
 
 def test_steps_to_a_return():
     lines = ["0 10 1.0", "0 20 2.0", "0 30 1.9", "1 10 1.0"]
     rows = [dict(zip(("seed", "steps", "return"), line.split(), strict=True)) | {"run": "a"} for line in lines]
     rows.append({"run": "a", "seed": "1", "steps": "20", "return": ""})
-    assert experiments.steps_to(rows, "a", 1.9) == [20.0, np.inf]
+    assert figures.steps_to(rows, "a", 1.9) == [20.0, np.inf]
 
 
 def test_every_arm_of_the_ladder_is_a_valid_command():
     """All arms of the first task; of the others, which change the game alone, one of each script"""
-    first, *_ = experiments.TASKS
-    for task in experiments.TASKS:
-        for label, run in experiments.arms(task).items():
+    first, *_ = sections.TASKS
+    for task in sections.TASKS:
+        for label, run in sections.arms(task).items():
             if task != first and label not in ("inferred", "GRU", "HOP+"):
                 continue
             words = [*run.flags.split(), "--device", "cpu"]
-            if run.script == experiments.GRU:
+            if run.script == sections.GRU:
                 args = ppo_gru.parse_args(words)
                 assert args.keep_state == ("--redraw" in run.flags and "--redraw game" not in run.flags)
             else:

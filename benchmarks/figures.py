@@ -1,0 +1,405 @@
+"""Tables and figures of a section, from docs/data alone."""
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.results import (
+    BAYES,
+    GAMES,
+    by_game,
+    by_run,
+    interval,
+    labels_in,
+    mean_of_games,
+    mean_returns,
+    paired,
+    plus_minus,
+    print_table,
+    read,
+    references,
+    save,
+)
+from benchmarks.sections import BOARDS, SECTIONS, TASKS, board_of, label_of
+from benchmarks.worst_case import CO_PLAYER_SETS, draw_new_partner, draw_worst
+
+import numpy as np
+
+TITLES = {  # of what is drawn
+    "value_real": "value loss on real samples",
+    "steps_to_2.8": "env steps to a return of 2.8",
+    "fall": "best fifth of the run - last fifth",
+    "moa_top1": "MOA, top-1",
+    "moa_nll": "MOA's NLL",
+    "moa_gap": "MOA's NLL above the players' own",
+    "before/probe_accuracy": "pretrained: probe accuracy of g",
+    "before/top1": "pretrained: MOA, top-1",
+    "before/exact_match/1": "pretrained: exact after 1 step",
+    "before/exact_match/20": "pretrained: exact after 20 steps",
+}
+STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
+RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
+
+
+# ---- Panels
+
+
+def numbered(rows: list[dict]) -> dict[str, int]:
+    """run -> its number in the section, so that it has the same colour in every panel"""
+    return {row["run"]: row["number"] for row in rows}
+
+
+def line_style(number: int) -> dict:
+    """Eight colours, then the same dashed"""
+    return {"color": f"C{number % 8}", "ls": "-" if number < 8 else "--"}
+
+
+def heat_map(axis, table: np.ndarray, low: float, high: float, fontsize: float = 8) -> None:
+    """Numbers in coloured cells, dark ones in white"""
+    axis.imshow(table, vmin=low, vmax=high, aspect="auto")
+    axis.grid(visible=False)
+    for (y, x), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            colour = "white" if value > low + 0.6 * (high - low) else "black"
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=fontsize)
+
+
+def bars(axis, rows: list[dict], key: str) -> None:
+    of_runs = by_run(rows, key)
+    for y, values in enumerate(of_runs.values()):
+        mean, low, high = interval(values)
+        axis.barh(y, mean, color="C5")
+        axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
+        axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
+    means = [np.mean(values) for values in of_runs.values()]
+    if key.startswith("steps") and max(means) > 20 * min(means):
+        axis.set_xscale("log")
+    axis.set(title=TITLES.get(key, key))
+    axis.set_yticks(range(len(of_runs)), of_runs)
+    axis.grid(axis="y", visible=False)
+    axis.invert_yaxis()
+
+
+def points(axis, rows: list[dict], key: str) -> None:
+    """Means and intervals, where bars from zero on would all look alike"""
+    of_runs = by_run(rows, key)
+    for y, values in enumerate(of_runs.values()):
+        mean, low, high = interval(values)
+        axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color=f"C{y}", fmt="o", capsize=4)
+        axis.plot(values, [y + 0.2] * len(values), ".", color=f"C{y}", alpha=0.4, markersize=4)
+    axis.set_yticks(range(len(of_runs)), of_runs)
+    axis.set(title=f"{key} at the end")
+    axis.grid(axis="y", visible=False)
+    axis.invert_yaxis()
+
+
+def curves(axis, rows: list[dict], key: str) -> None:
+    for run, number in numbered(rows).items():
+        at_steps = {}
+        for row in rows:
+            if row["run"] == run and row.get(key):
+                at_steps.setdefault(int(row["steps"]), []).append(float(row[key]))
+        steps = sorted(at_steps)
+        means = [np.mean(at_steps[s]) for s in steps]
+        axis.plot(steps, means, label=run, **line_style(number))
+    axis.set(xlabel="env steps", title=TITLES.get(key, key))
+    axis.legend()
+
+
+def late_curves(axis, rows: list[dict], key: str) -> None:
+    """The upper quarter, where the runs differ"""
+    curves(axis, rows, key)
+    top = max(float(row[key]) for row in rows if row.get(key))
+    axis.set_ylim(0.75 * top, 1.01 * top)
+
+
+def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
+    """run -> mean of `key` over the log lines whose return lies between two of RETURNS"""
+    of_runs = {}
+    for run in labels_in(rows):
+        filled = [row for row in rows if row["run"] == run and row["return"] and row[key]]
+        pairs = [(float(row["return"]), float(row[key])) for row in filled]
+        bins = [[y for x, y in pairs if low <= x < high] for low, high in itertools.pairwise(RETURNS)]
+        of_runs[run] = [float(np.mean(values)) if values else math.nan for values in bins]
+    return of_runs
+
+
+def against(axis, rows: list[dict], key: str) -> None:
+    middle = [(low + high) / 2 for low, high in itertools.pairwise(RETURNS)]
+    for run, values in by_return(rows, key).items():
+        axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
+    axis.set(xlabel="return at that time", title=TITLES.get(key, key))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def meeting(axis, rows: list[dict], players: str) -> None:
+    """return while it meets the same co-players"""
+    rows = [row for row in rows if row["co_players"] == players and row["learner"] == "learning"]
+    for run, number in numbered(rows).items():
+        of_run = [row for row in rows if row["run"] == run]
+        steps = [int(row["steps"]) for row in of_run]
+        returns = [float(row["return"]) for row in of_run]
+        axis.plot(steps, returns, label=run, **line_style(number))
+    axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def seats(axis, rows: list[dict], key: str) -> None:
+    """Return (key: player) or MOA's cross-entropy (moa_nll) of the learner in each seat"""
+    runs = list(by_run(rows, f"{key}_3"))  # not those in which all share one learner
+    for i in range(4):
+        of_runs = by_run(rows, f"{key}_{i}")
+        means = np.array([interval(of_runs[run]) for run in runs])  # [runs, (mean, low, high)]
+        spread = np.abs(means[:, 1:] - means[:, :1]).T
+        y = np.arange(len(runs)) + 0.15 * i
+        axis.errorbar(means[:, 0], y, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}")
+    axis.set(yticks=np.arange(len(runs)) + 0.22, title=f"{TITLES.get(key, 'return')} by seat")
+    axis.set_yticklabels(runs)
+    axis.invert_yaxis()
+    axis.legend()
+
+
+def adaptation(axis, scores: dict[str, dict[str, float]], _: str) -> None:
+    players = list(dict.fromkeys(p for row in scores.values() for p in row))
+    table = np.array([[row.get(p, np.nan) for p in players] for row in scores.values()])
+    heat_map(axis, table, 0, 1)
+    axis.set(title="score: random 0, best response 1")
+    axis.set_xticks(range(len(players)), players, rotation=35, ha="right")
+    axis.set_yticks(range(len(scores)), scores)
+
+
+def together(axis, rows: list[dict], _: str) -> None:
+    """By how many games the learner and its partner have played with each other"""
+    rows = [row for row in rows if not row["population"]]  # the partners of the training
+    for run, number in numbered(rows).items():
+        for key, style in (("return", "-"), ("shuffled", ":")):
+            games = by_game(rows, run, key)
+            means = [interval(values)[0] for values in games.values()]
+            label = run if key == "return" else None
+            axis.plot(list(games), means, style, color=f"C{number}", label=label)
+    axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
+    axis.set_xticks(range(2, 21, 2))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+# ---- Tables
+
+
+def steps_to(rows: list[dict], run: str, goal: float) -> list[float]:
+    """Steps that each seed needs to a return of `goal`; infinity where it never has it"""
+    first = {}
+    for row in rows:
+        if row["run"] == run and row.get("return"):
+            steps = float(row["steps"]) if float(row["return"]) >= goal else math.inf
+            first[row["seed"]] = min(first.get(row["seed"], math.inf), steps)
+    return list(first.values())
+
+
+def print_ladder(docs: Path, number: str) -> None:
+    """What knowing is worth: paired differences to `none`, and as a share of what the exact posterior gains"""
+    rows = read(docs, number)
+    curve_rows = read(docs, number, "_curves")
+    returns = by_run(rows, "return")
+    if "none" not in returns:  # --only others
+        return
+    of_none = interval(returns["none"])[0]
+    posterior = paired(rows, "posterior", "none")
+    table = []
+    for run in labels_in(rows):
+        gain = paired(rows, run, "none")
+        share = ""
+        if posterior and posterior[0] > 0.05:
+            share = f"{gain[0] / posterior[0]:.0%}"
+        steps = np.median(steps_to(curve_rows, run, 0.95 * of_none)) / 1e6
+        cells = [run, plus_minus(interval(returns[run])), plus_minus(gain), share]
+        table.append([*cells, plus_minus(paired(rows, run, "GRU")), f"{steps:.2f}"])
+    gains = ["gain over none", "of the posterior's gain", "against the GRU"]
+    print_table(["arm", "return", *gains, "M steps to 95 % of none"], table)
+
+
+def print_together(docs: Path, number: str) -> None:
+    """What is earned in the first games with a partner and later on; then with subgoals of other games"""
+    rows = [row for row in read(docs, number, "_together") if not row["population"]]
+    table = []
+    for run in labels_in(rows):
+        cells = [plus_minus(mean_of_games(rows, run, "return", games)) for games in GAMES.values()]
+        shuffled = mean_of_games(rows, run, "shuffled", GAMES["games 11-20"])
+        table.append([run, *cells, plus_minus(shuffled)])
+    if table:
+        print_table(["arm, frozen", *GAMES, "shuffled, 11-20"], table)
+
+
+def seat_test(rows: list[dict], run: str, draws: int = 20_000, key: str = "player") -> tuple[np.ndarray, float]:
+    """mean return (or another key) of each seat, and p of a permutation test: seats exchanged within each seed,
+    variance of the four means"""
+    of_run = [row for row in rows if row["run"] == run]
+    table = np.array([[float(row[f"{key}_{i}"]) for i in range(4)] for row in of_run])  # [seeds, seats]
+    order = np.random.default_rng(0).random((draws, *table.shape)).argsort(2)
+    shuffled = np.take_along_axis(np.broadcast_to(table, order.shape), order, 2)
+    variances = shuffled.mean(1).var(1)
+    means = table.mean(0)
+    return means, float((variances >= means.var() - 1e-12).mean())
+
+
+def normalised(rows: list[dict], of_references: dict, sets: str) -> dict[str, dict[str, float]]:
+    """run and mode -> co-players -> score; random 0, best response 1 (of the run that measured them on this board, as
+    the Bayes hunter)"""
+    scores = {}
+    for row in rows:
+        if row["sets"] != sets:
+            continue
+        board = board_of(row["run"])
+        low, high = of_references.get((board, row["co_players"]), (math.nan, math.nan))
+        for mode in (BAYES, "frozen", "search", "unguarded", "learning", "both"):
+            if row.get(f"{mode} mean"):
+                label = label_of(BAYES, board) if mode == BAYES else f"{row['run']}, {mode}"
+                score = (float(row[f"{mode} mean"]) - low) / (high - low)
+                scores.setdefault(label, {})[row["co_players"]] = score
+    return scores
+
+
+def compared() -> list[tuple[str, str, str, str]]:
+    """run, mode of evaluation/adapt.py, and from which run's and mode's return it differs"""
+    pairs = []
+    for board in BOARDS:
+        hopplus = label_of("HOP+", board)
+        for method in ("PPO, mixed", "GRU, mixed", "+ subgoals, mixed"):
+            pairs.append((hopplus, "learning", label_of(method, board), "learning"))
+        pairs.append((hopplus, "learning", hopplus, "frozen"))
+        pairs.append((hopplus, "search", hopplus, "frozen"))
+    pairs.append(("HOP+ MCTS", "search", "HOP+ MCTS", "frozen"))
+    for without in ("no memory", "policy without subgoals"):
+        for mode in ("frozen", "learning"):
+            pairs.append(("HOP+", mode, f"HOP+, {without}", mode))
+    return pairs
+
+
+def print_differences(docs: Path, number: str) -> None:
+    """What one learner earns more than another beside the same players, seed by seed"""
+    rows = read(docs, number, "_adaptation_repetitions")
+    for run, mode, base, base_mode in compared():
+        of_base = mean_returns(rows, base, base_mode)
+        texts = []
+        for players, returns in mean_returns(rows, run, mode).items():
+            seeds = returns.keys() & of_base.get(players, {}).keys()
+            if seeds:
+                difference = interval([returns[seed] - of_base[players][seed] for seed in seeds])
+                texts.append(f"{players} {plus_minus(difference)}")
+        if texts:
+            print(f"{run} {mode} minus {base} {base_mode}: " + ", ".join(texts))
+
+
+# ---- A section
+
+SUMMARIES = {"worst": draw_worst, "new-partner": draw_new_partner}
+DRAWS = {  # kind of panel: function, the table that it draws
+    "bars": (bars, ""),
+    "points": (points, ""),
+    "seats": (seats, ""),
+    "curves": (curves, "_curves"),
+    "late curves": (late_curves, "_curves"),
+    "against": (against, "_curves"),
+    "adaptation": (adaptation, "_adaptation"),
+    "meeting": (meeting, "_adaptation_curves"),
+    "together": (together, "_together"),
+}
+
+
+def has_data(kind: str, key: str, source: list[dict], scores: dict) -> bool:
+    """Not every table has what a panel draws"""
+    if kind == "adaptation":
+        return bool(scores[key])
+    needed = {"bars": key, "seats": f"{key}_3"}.get(kind)
+    return bool(source) and (needed is None or bool(by_run(source, needed)))
+
+
+def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
+    import matplotlib.pyplot as plt
+
+    order = labels_in(rows)
+    count = len(order)
+    lines = {"adaptation": max(map(len, scores.values())), "seats": 1.5 * count, "meeting": 8}
+    heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]
+    figure, axes = plt.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    figure.set_size_inches(5.6 * columns, sum(heights))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (kind, key) in zip(axes.flat, panels, strict=False):
+        function, source = DRAWS[kind]
+        drawn = scores[key] if kind == "adaptation" else read(docs, number, source)
+        if kind != "adaptation":
+            drawn = [row | {"number": order.index(row["run"])} for row in drawn]
+        function(axis, drawn, key)
+    figure.tight_layout()
+    title = SECTIONS[number].title
+    if number not in TASKS:
+        title = f"{number}. {title}"
+    figure.suptitle(title, y=1, verticalalignment="bottom")
+    save(docs, figure, f"section_{number}")
+
+
+def cell_of(values: list[float], count: int, key: str) -> str:
+    """Mean and interval of one run; `count`: its seeds"""
+    if not values:
+        return "never" if "steps_to" in key else ""
+    mean, low, high = interval(values)
+    text = f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+    return text if len(values) == count else f"{text} ({len(values)} of {count} seeds)"
+
+
+def print_section(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
+    keys = ["return", *(key for kind, key in panels if kind == "bars")]
+    keys = list(dict.fromkeys(keys))
+    table = []
+    for run in labels_in(rows):
+        count = sum(row["run"] == run for row in rows)
+        cells = [cell_of(by_run(rows, key).get(run, []), count, key) for key in keys]
+        table.append([run, str(count), *cells])
+    print(f"\n## {number}. {SECTIONS[number].title}")
+    print_table(["run", "seeds", *keys], table)
+    for key in (key for kind, key in panels if kind == "seats"):
+        for run in by_run(rows, f"{key}_3"):
+            means, p = seat_test(rows, run, key=key)
+            of_seats = ", ".join(f"{mean:.3f}" for mean in means)
+            print(f"{run}: {key} by seat {of_seats}; all equal: p = {p:.2g}")
+    if number in TASKS:
+        print_ladder(docs, number)
+        print_together(docs, number)
+    for key in (key for kind, key in panels if kind == "against"):
+        for run, values in by_return(read(docs, number, "_curves"), key).items():
+            losses = ", ".join(f"{value:.2f}" for value in values)
+            print(f"{run}: {key} at returns between {RETURNS}: {losses}")
+    for of_runs in scores.values():
+        for run, of_sets in of_runs.items():
+            texts = [f"{players} {value:.3f}" for players, value in of_sets.items()]
+            print(f"{run}: {', '.join(texts)}")
+    print_differences(docs, number)
+
+
+def draw(docs: Path, number: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.style.use(STYLE)
+    if number in SUMMARIES:
+        SUMMARIES[number](docs)
+        return
+    rows = read(docs, number)
+    if not rows:
+        print(f"section {number}: no data yet")
+        return
+    met = read(docs, number, "_adaptation")
+    of_references = references(docs)
+    scores = {sets: normalised(met, of_references, sets) for sets in CO_PLAYER_SETS}
+    panels = []
+    for kind, key in SECTIONS[number].panels:
+        if has_data(kind, key, read(docs, number, DRAWS[kind][1]), scores):
+            panels.append((kind, key))
+    draw_panels(docs, number, rows, panels, scores)
+    print_section(docs, number, rows, panels, scores)

@@ -1,0 +1,422 @@
+"""What is run: every section of experiments.py, with the flags of its runs."""
+
+import dataclasses
+from typing import NamedTuple
+
+PPO = "hopplus_ppo.py"
+MCTS = "hopplus_mcts.py"
+GRU = "benchmarks/baselines/ppo_gru.py"
+
+# ----------------------------------------------------------------------------------------
+# Runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    flags: str
+    script: str = PPO
+    then: tuple[str, ...] = ()  # commands for its checkpoints, see `resolve`
+    before: tuple[str, str, str] | None = None  # script, flags, and the flag that takes its checkpoint
+    patch: tuple[str, ...] = ()  # edits of the script, see PATCHES
+    keep: bool = False  # the checkpoints stay, for what follows other runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    script: str
+    games: int
+    steps: int
+    flags: str = ""
+
+
+class Section(NamedTuple):
+    title: str
+    runs: dict[str, Run]
+    panels: list[tuple[str, str]]  # kind, key
+
+
+# ---- Learners that meet others: sections 7, 8 and worst
+
+TEST_SEEDS = "--seed 11 --num-seeds 5"
+BOARDS = {"4x4": "", "8x8": "--height 8 --width 8"}
+# The policy itself trains with the players that models watch. Who has a memory keeps its co-players.
+MIXED = "--seats learner,mixed,mixed,mixed"
+MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare --redraw never"
+MIXED_OMG = f"--method ppo-omg {MIXED} --redraw never"
+FAST = "--learning-rate 1e-3"  # alone with rule-based players
+SLOW = "--learning-rate 3e-4"
+METHODS = {
+    "4x4": {
+        "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
+        "PPO, mixed": Method(PPO, 1024, 5_000_000, f"--method ppo {FAST} {MIXED}"),
+        "GRU, mixed": Method(GRU, 1024, 5_000_000, MIXED_GRU),
+        "+ subgoals, mixed": Method(PPO, 1024, 5_000_000, f"{MIXED_OMG} {FAST}"),
+        "HOP+": Method(PPO, 256, 2_000_000),
+    },
+    "8x8": {
+        "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
+        "PPO, mixed": Method(PPO, 1024, 8_000_000, f"--method ppo {SLOW} {MIXED}"),
+        "GRU, mixed": Method(GRU, 1024, 8_000_000, MIXED_GRU),
+        "+ subgoals, mixed": Method(PPO, 1024, 8_000_000, f"{MIXED_OMG} {SLOW}"),
+        "HOP+": Method(PPO, 256, 2_000_000),
+    },
+}
+SELF_PLAY = ("PPO", "HOP+")
+# Learners that those of METHODS meet. One learned beside hare hunters to hunt hares, one has just begun.
+OTHER_SEEDS = "--seed 31 --num-seeds 2"
+WITH_HARE_HUNTERS = "--seats learner,nearest_hare,nearest_hare,nearest_hare"
+
+
+def other_methods(board: str, hare_steps: int, early: Method) -> dict[str, Method]:
+    return {
+        "PPO": METHODS[board]["PPO"],
+        "HOP+": METHODS[board]["HOP+"],
+        "hares": Method(PPO, 1024, hare_steps, f"--method ppo {FAST} {WITH_HARE_HUNTERS}"),
+        "early": early,
+        "GRU": Method(GRU, 1024, 3_000_000, MIXED_GRU),
+    }
+
+
+OTHERS = {
+    "4x4": other_methods("4x4", 1_000_000, Method(PPO, 1024, 600_000, f"--method ppo {FAST}")),
+    "8x8": other_methods("8x8", 2_000_000, Method(PPO, 1024, 1_200_000, f"--method ppo {SLOW}")),
+}
+ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen learning"
+SEARCH_ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen search learning"
+BEST = "evaluation/adapt.py RUN --best-response-steps 8000000 --modes frozen learning"
+CROSS = "evaluation/cross_play.py RUN"
+
+
+def label_of(method: str, board: str) -> str:
+    """The name in tables: of the larger board it says so"""
+    return method if board == "4x4" else f"{method}, {board}"
+
+
+def board_of(label: str) -> str:
+    return "8x8" if label.endswith("8x8") else "4x4"
+
+
+def method_of(label: str) -> str:
+    return label.removesuffix(", 8x8")
+
+
+def method_flags(method: Method, board: str, seeds: str) -> str:
+    size = f"--num-envs {method.games} --total-timesteps {method.steps}"
+    return " ".join(f"{seeds} --log-every 5 {BOARDS[board]} {size} {method.flags}".split())
+
+
+def meetings(method: str, board: str) -> tuple[str, ...]:
+    """What follows its training. The references of a board are measured beside its PPO."""
+    command = BEST if method == "PPO" else ADAPT
+    strangers = f"{command} --sets strangers"
+    learned = f"{command} --sets learned --others OTHERS_{board}"
+    if method in SELF_PLAY:
+        return command, strangers, learned, CROSS
+    return command, strangers, learned
+
+
+def method_runs() -> dict[str, Run]:
+    runs = {}
+    for board, methods in METHODS.items():
+        for name, method in methods.items():
+            flags = method_flags(method, board, TEST_SEEDS)
+            runs[label_of(name, board)] = Run(flags, method.script, then=meetings(name, board))
+    return runs
+
+
+def other_runs(board: str) -> dict[str, Run]:
+    """name -> run. The GRU has a checkpoint for each seed, of which one is met."""
+    runs = {}
+    for name, method in OTHERS[board].items():
+        seeds = "--seed 31 --num-seeds 1" if method.script == GRU else OTHER_SEEDS
+        runs[name] = Run(method_flags(method, board, seeds), method.script, keep=True)
+    return runs
+
+
+MEETING_RUNS = method_runs()
+OTHER_RUNS = {label_of(name, board): run for board in BOARDS for name, run in other_runs(board).items()}
+
+# ---- The ladder: one learner, whose partner is one of three; the others hunt hares
+
+# Flags of every arm
+LADDER = f"{TEST_SEEDS} --num-envs 1024 --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"
+ARMS = {  # what the policy may know: script and flags
+    "none": (PPO, "--method ppo"),
+    "actions": (PPO, "--method ppo-omg --subgoals actions"),
+    "inferred": (PPO, "--method ppo-omg --subgoals inferred"),
+    "GRU": (GRU, ""),
+    "posterior": (PPO, "--method ppo-omg --subgoals posterior"),
+    "told": (PPO, "--method ppo-omg --subgoals oracle"),
+}
+HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an arm, too
+HOPPLUS_STEPS = 2_000_000
+PARTNERS = "evaluation/partners.py RUN"
+STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
+LEARNING_ARMS = ("none", "GRU", "HOP+")  # also as they go on learning beside such a partner
+HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
+ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
+LARGE = BOARDS["8x8"]
+
+
+class Task(NamedTuple):
+    title: str
+    flags: str
+    steps: int
+
+
+TASKS = {
+    "stays-8x8": Task(
+        "8x8, 9 steps, the partner stays",
+        f"{LARGE} --final-time 9 --redraw never {ONE}",
+        8_000_000,
+    ),
+    "stays-4x4": Task(
+        "4x4, 5 steps, the partner stays",
+        f"--final-time 5 --redraw never {ONE}",
+        5_000_000,
+    ),
+    "redrawn-8x8": Task(
+        "8x8, 9 steps, a new partner in every game",
+        f"{LARGE} --final-time 9 --redraw game {ONE}",
+        8_000_000,
+    ),
+    "redrawn-4x4": Task(
+        "4x4, 5 steps, a new partner in every game",
+        f"--final-time 5 --redraw game {ONE}",
+        5_000_000,
+    ),
+    "drifts-4x4": Task(
+        "4x4, 5 steps, a new partner after one game in ten",
+        f"--final-time 5 --redraw 0.1 {ONE}",
+        5_000_000,
+    ),
+    "two-partners-4x4": Task(
+        "4x4, 5 steps, two partners stay",
+        f"--final-time 5 --redraw never {HIDDEN} --seats learner,mixed,mixed,nearest_hare",
+        5_000_000,
+    ),
+    "commitment": Task(
+        "4x4, the game ends with the first hunt",
+        f"--steps-after-first-hunt 1 --population nearest_stag,nearest_hare --redraw never {MIXED}",
+        5_000_000,
+    ),
+    "control-long": Task(
+        "8x8, 35 steps, a new partner in every game",
+        f"{LARGE} --final-time 35 --redraw game {ONE}",
+        8_000_000,
+    ),
+    "control-known": Task(
+        "4x4, 5 steps, the partner is always the same",
+        "--num-stags 2 --final-time 5 --population first_stag --redraw never"
+        " --seats learner,mixed,nearest_hare,nearest_hare",
+        5_000_000,
+    ),
+}
+
+
+def partner_commands(task: str, arm: str) -> tuple[str, ...]:
+    """Games with the partners of the training; where these stay, also with partners of a new kind"""
+    if "drifts" in task:
+        return (PARTNERS,)
+    if "stays" not in task:
+        return ()
+    modes = "frozen learning" if arm in LEARNING_ARMS else "frozen"
+    strange = (f"{PARTNERS} --population {name} --modes {modes}" for name in STRANGE_PARTNERS)
+    return PARTNERS, *strange
+
+
+def arms(task: str) -> dict[str, Run]:
+    """What the policy may know, in one game"""
+    game_flags = TASKS[task].flags
+    names = tuple(ARMS)
+    if "4x4" not in task and "stays" not in task:
+        names = ("none", "inferred", "told")
+    runs = {}
+    for name in names:
+        script, flags = ARMS[name]
+        flags = f"{LADDER} {game_flags} --total-timesteps {TASKS[task].steps} {flags}".rstrip()
+        runs[name] = Run(flags, script, then=partner_commands(task, name))
+    if task in HOPPLUS_TASKS:
+        flags = f"{TEST_SEEDS} {game_flags} --total-timesteps {HOPPLUS_STEPS}"
+        runs["HOP+"] = Run(flags, then=partner_commands(task, "HOP+"))
+    return runs
+
+
+def ladder() -> dict[str, Section]:
+    panels = [("points", "return"), ("late curves", "return"), ("together", "")]
+    return {name: Section(task.title, arms(name), panels) for name, task in TASKS.items()}
+
+
+# ---- The other questions
+
+
+def vae(loss: str) -> tuple[str, str, str]:
+    return "pretrain_vae.py", f"--num-seeds 5 --loss {loss}", "--vae-checkpoint"
+
+
+def world(flags: str) -> tuple[str, str, str]:
+    return "pretrain_world_model.py", f"--num-seeds 5 {flags}", "--world-model-checkpoint"
+
+
+SEEDS5 = "--num-seeds 5 --log-every 2"
+SEEDS8 = "--num-seeds 8 --log-every 2"
+SHORT = f"{SEEDS5} --total-timesteps 300000"
+BRIEF = f"{SEEDS5} --total-timesteps 150000"
+QUICK = "--num-envs 256 --learning-rate 5e-4"  # fewest steps of PPO on 4x4; on 8x8 it would end with hares
+SUBGOALS = f"{SHORT} --method ppo-omg {QUICK}"
+CALM = f"{SHORT} --learning-rate 5e-4"  # with which real samples alone learn to hunt the stag, too
+FOR_ACTOR = f"{CALM} --critic-data real"
+UNCHECKED = "--trust-exact-match 0"
+BADLY = f"{UNCHECKED} --imagination-horizon 32 --gae-lambda 1 --ppo-real-ratio 0.1"
+INSIDE = f"{SHORT} {UNCHECKED} --ppo-real-ratio 0.05"
+PPO_SEATS = f"{SEEDS8} --method ppo --total-timesteps 600000 {QUICK}"
+SEARCH = f"{SEEDS5} --total-timesteps 120000"
+SEARCH_LONG = f"{SEEDS5} --total-timesteps 400000"
+UNTRAINED = f"{SEEDS8} --total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
+FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 100000 --num-envs 64"
+PPO_FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo --learning-rate 5e-4"
+TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
+ABLATED = method_flags(METHODS["4x4"]["HOP+"], "4x4", TEST_SEEDS)
+SEARCHES = {
+    "HOP+ MCTS": Run(SEARCH, MCTS, then=(SEARCH_ADAPT,)),
+    "HOP, search prior 1": Run(f"{SEARCH} --method hop-ours --search-prior 1", MCTS, then=(SEARCH_ADAPT,)),
+}
+
+SECTIONS = {
+    **ladder(),
+    "1": Section(
+        "Why was the value loss so high?",
+        {
+            "real samples only": Run(f"{CALM} --no-imagination"),
+            "imagined for the actor": Run(FOR_ACTOR),
+            "mixed: for actor and critic": Run(CALM),
+            "mixed, Monte Carlo returns": Run(f"{CALM} --gae-lambda 1"),
+            "mixed, subgoals zeroed": Run(CALM, patch=("zero_subgoals",)),
+            "pixel head, for the actor": Run(FOR_ACTOR, patch=("pixel",)),
+            "pixel head, mixed, unchecked": Run(f"{CALM} {UNCHECKED}", patch=("pixel", "unclipped")),
+            "default, half as long": Run(BRIEF),
+            "all old settings": Run(f"{BRIEF} {BADLY}", patch=("unclipped",)),
+            "all old settings, pixel head": Run(
+                f"{BRIEF} {BADLY} --pretraining-updates 50",
+                patch=("pixel", "unclipped"),
+            ),
+        },
+        [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
+    ),
+    "2": Section(
+        "Was player 1 favoured?",
+        {
+            "PPO": Run(PPO_SEATS),
+            "PPO, shared": Run(f"{PPO_SEATS} --share-parameters"),
+            "PPO, seats permuted": Run(f"{PPO_SEATS} --permute-ids"),
+            "HOP+": Run(f"{SEEDS8} --total-timesteps 200000"),
+            "HOP+, shared": Run(f"{SEEDS8} --total-timesteps 200000 --share-parameters"),
+            "PPO, all learn from player 1": Run(PPO_SEATS, patch=("one_player",)),
+            "MCTS, no pretraining": Run(UNTRAINED, MCTS),
+            "MCTS, no pretraining, only player 1's MOA learns": Run(UNTRAINED, MCTS, patch=("moa_of_player_1",)),
+            "MCTS, no pretraining, actions permuted": Run(UNTRAINED, MCTS, patch=("permuted_actions",)),
+        },
+        [("seats", "player"), ("seats", "moa_nll"), ("bars", "return")],
+    ),
+    "3": Section(
+        "VAE: reconstruction or action loss?",
+        {loss: Run(SUBGOALS, then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
+        [
+            ("bars", "before/probe_accuracy"),
+            ("bars", "before/top1"),
+            ("bars", "return"),
+            ("adaptation", "standard"),
+        ],
+    ),
+    "4": Section(
+        "Can the world model be trusted?",
+        {
+            "pixel": Run(INSIDE, before=world("--wm-head pixel"), patch=("pixel",)),
+            "pixel, weighted": Run(
+                INSIDE,
+                before=world("--wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1"),
+                patch=("pixel_weighted",),
+            ),
+            "structured": Run(INSIDE, before=world("")),
+        },
+        [
+            ("bars", "before/exact_match/1"),
+            ("bars", "before/exact_match/20"),
+            ("bars", "return"),
+            ("curves", "return"),
+        ],
+    ),
+    "5": Section(
+        "Why did MOA collapse?",
+        {
+            "present (default)": Run(SHORT),
+            "rewarded": Run(SHORT, patch=("rewarded",)),
+            "all steps": Run(SHORT, patch=("all_steps",)),
+            "present, half as long": Run(BRIEF),
+            "present, unmasked": Run(BRIEF, patch=("unmasked",)),
+            "all steps, unmasked": Run(BRIEF, patch=("unmasked", "all_steps")),
+            "MCTS": SEARCHES["HOP+ MCTS"],
+            "MCTS, only player 1's MOA learns": Run(SEARCH, MCTS, patch=("moa_of_player_1",)),
+            "MCTS, actions permuted": Run(SEARCH, MCTS, patch=("permuted_actions",)),
+            "MCTS, actions permuted, unmasked": Run(SEARCH, MCTS, patch=("unmasked", "permuted_actions")),
+            "MCTS, no pretraining": Run(UNTRAINED, MCTS),
+            "MCTS, no pretraining, only player 1's MOA learns": Run(UNTRAINED, MCTS, patch=("moa_of_player_1",)),
+        },
+        [("bars", "moa_top1"), ("bars", "moa_gap"), ("seats", "moa_nll"), ("seats", "player")],
+    ),
+    "6": Section(
+        "Search",
+        {
+            "pUCT, 16 x 2 (default)": SEARCHES["HOP+ MCTS"],
+            "Gumbel": Run(f"{SEARCH} --root gumbel", MCTS),
+            "one step": Run(f"{SEARCH} --planner one-step", MCTS),
+            "no search": Run(f"{SEARCH} --planner none", MCTS),
+            "no search, learning rate 5e-4": Run(f"{SEARCH} --planner none --learning-rate 5e-4", MCTS),
+            "4 simulations": Run(f"{SEARCH} --num-simulations 4", MCTS),
+            "32 simulations": Run(f"{SEARCH} --num-simulations 32", MCTS),
+            "HOP": Run(f"{SEARCH} --method hop-ours", MCTS),
+            "HOP, search prior 1": SEARCHES["HOP, search prior 1"],
+            "pUCT, long": Run(SEARCH_LONG, MCTS),
+            "HOP, long": Run(f"{SEARCH_LONG} --method hop-ours", MCTS),
+            "HOP, search prior 1, long": Run(f"{SEARCH_LONG} --method hop-ours --search-prior 1", MCTS),
+        },
+        [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
+    ),
+    "7": Section(
+        "Which module pays, and where?",
+        {
+            **MEETING_RUNS,
+            **SEARCHES,
+            "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
+            "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
+            "PPO, few steps": Run(PPO_FEW),
+            "HOP+, few steps": Run(FEW),
+            "few, discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 8"),
+            "few, D = 8": Run(f"{FEW} --goal-dim 8"),
+            "few, optimistic": Run(f"{FEW} --subgoal-selection optimistic"),
+            "few, final": Run(f"{FEW} --subgoal-selection final"),
+            "few, no subgoals": Run(f"{FEW} --subgoals none"),
+            "PPO, 4h2s": Run(f"{TWO_STAGS} --method ppo {QUICK}"),
+            "HOP+, 4h2s": Run(TWO_STAGS),
+        },
+        [("bars", "steps_to_2.8"), ("adaptation", "standard"), ("meeting", "3 NH")],
+    ),
+    "others": Section(
+        "Learners that those of sections 7 and 8 meet",
+        OTHER_RUNS,
+        [("bars", "return"), ("bars", "stag"), ("curves", "return")],
+    ),
+    "8": Section(
+        "How well does a learner adapt to players nobody trained with?",
+        MEETING_RUNS,
+        [
+            ("adaptation", "strangers"),
+            ("adaptation", "learned"),
+            ("meeting", "3 waiting"),
+            ("meeting", "3 noisy NH"),
+        ],
+    ),
+    # Without runs of their own, from the tables of other sections: see SUMMARIES.
+    "worst": Section("The worst case, from sections 7 and 8", {}, []),
+    "new-partner": Section("A partner of a new kind, where the partner stays", {}, []),
+}
