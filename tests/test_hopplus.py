@@ -942,6 +942,31 @@ def test_watched_players_stay_if_they_are_remembered(discount):
         assert not changed[~may_change].any() and changed[may_change].float().mean() > 0.5
 
 
+def test_watched_games_have_teams_and_those_of_the_pretraining_have_not():
+    """Every second watched game: players of one kind, and one that plays at random (tests/test_seats.py)"""
+    state = make_state("hopplus", num_envs=96)
+    pretraining = make_watched("hopplus", num_envs=48)
+    of_one_kind = {}
+    for name, seats in (("watched", state.watched.seats), ("pretraining", pretraining.games.seats)):
+        number = torch.arange(len(seats.kinds)) % seats.num_envs
+        onlooker = torch.nn.functional.one_hot(number // 2 % seats.kinds.shape[1], seats.kinds.shape[1]).bool()
+        team = seats.kinds.masked_fill(onlooker, -1)
+        alike = (team == team.amax(1, keepdim=True)) | onlooker
+        of_one_kind[name] = alike.all(1)[number % 2 == 1].float().mean().item()
+    assert of_one_kind["watched"] == 1 and of_one_kind["pretraining"] < 0.8
+
+
+@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
+def test_co_players_change_in_unsteady_places_only_where_somebody_remembers_them(method):
+    state = make_state(method, seats="learner,mixed,mixed", redraw="never", unsteady=1.0, num_envs=32)
+    first = state.games.seats.kinds.clone()
+    changed = torch.zeros_like(first, dtype=torch.bool)
+    for _ in range(2):
+        hop.rollout(state.args, state.games, state.networks, state.args.num_steps)
+        changed |= state.games.seats.kinds != first
+    assert changed.any().item() == (method == "ppo-omg")
+
+
 def model_losses(state, windows, eps=0.0, **changes):
     args = dataclasses.replace(state.args, **changes)
     torch.manual_seed(5)
