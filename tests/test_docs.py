@@ -501,6 +501,13 @@ def test_every_picture_is_shown_and_small():
         assert path in shown or path.match("docs/results/section_*.png"), f"no page shows {path}"
 
 
+def test_the_picture_of_the_loop_names_functions_of_the_script():
+    names = re.findall(r'<text class="code"[^>]*>([^<]+)</text>', (ROOT / "docs/loop.svg").read_text())
+    source = (ROOT / "hopplus_ppo.py").read_text()
+    assert len(names) > 12
+    assert {name for name in names if not re.search(rf"\b{re.escape(name)}\(", source)} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_name_stands_in_a_script(page):
     sources = "".join((ROOT / script).read_text() for script in MODULES)
