@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import math
 import re
@@ -962,6 +963,153 @@ def test_seats_that_differ_are_found():
         rows = [{"run": "x", **{f"player_{i}": 2 + noise[s, i] + lead * (i == 0) for i in range(4)}} for s in range(8)]
         means, p = figures.seat_test(rows, "x", 2000)
         assert low <= p <= high and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
+
+
+def seat_rows(table, key="player"):
+    return [{"run": "x", **{f"{key}_{i}": str(value) for i, value in enumerate(row)}} for row in table]
+
+
+def test_seats_in_order():
+    """p of Page's L as counted over all orders of the seats in each seed"""
+    falling = seat_rows([[4, 3, 2, 1]] * 8)
+    assert figures.trend_test(falling, "x") == pytest.approx(24.0**-8)
+    assert figures.trend_test(seat_rows([[1, 2, 3, 4]] * 8), "x") == pytest.approx(1)
+    table = [[9.0, 8.5, 8.0, 8.2], [2.0, 2.5, 1.0, 0.5]]  # two neighbours exchanged in each
+    orders = [np.array(order) for order in itertools.permutations(range(1, 5))]
+
+    def page_l(first, second):
+        return ((first + second) * np.array([4, 3, 2, 1])).sum()
+
+    found = page_l(np.array([4, 3, 1, 2]), np.array([3, 4, 2, 1]))
+    shares = [page_l(a, b) >= found for a in orders for b in orders]
+    assert figures.trend_test(seat_rows(table), "x") == pytest.approx(np.mean(shares))
+    last = seat_rows([[1, 1, 1, 2 + seed / 9] for seed in range(8)])  # differs, but does not fall
+    assert figures.seat_test(last, "x", 2000)[1] < 0.001 and figures.trend_test(last, "x") > 0.9
+    assert math.isnan(figures.trend_test(falling[:1], "x")), "one seed"
+    incomplete = [*falling, {**falling[0], "player_2": ""}]
+    assert figures.seat_table(incomplete, "x", "player").shape == (8, 4)
+
+
+def write_runs(args, section, of_runs):
+    """label -> lines of metrics.jsonl of each seed"""
+    for label, seeds in of_runs.items():
+        folder = experiments.folder_of(args, sections.SECTIONS[section].runs[label])
+        for seed, lines in enumerate(seeds):
+            (folder / f"x__{seed}").mkdir(parents=True)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (folder / f"x__{seed}" / "metrics.jsonl").write_text(text)
+        (folder / "seconds").touch()
+        (folder / "train.log").write_text("on cpu")
+
+
+def collected(args, section, capsys):
+    """What is printed, and the size of the figure"""
+    experiments.collect(args, section)
+    figures.draw(Path(args.docs), section)
+    return capsys.readouterr().out, (Path(args.docs) / f"results/section_{section}.png").stat().st_size
+
+
+def test_value_losses_by_seat(tmp_path, capsys):
+    """The highest of the run, and each learner's own; a single learner has no row of seats"""
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+
+    def lines(seed, learners):
+        rows = []
+        for step, loss in enumerate([1.0, 40.0 + seed, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 6.0, 8.0]):
+            row = {"steps": step + 1, "charts/episodic_return": 2.0}
+            row |= {"losses/value_loss": loss, "losses/value_loss_real": loss / 10}
+            row |= {f"charts/episodic_return/player_{i}": 2.0 + i for i in range(4)}
+            for i in range(learners):
+                row[f"per_agent/value_loss_real/learner_{i}"] = 4.0 - i
+                row[f"per_agent/explained_variance/learner_{i}"] = 0.25 * i if step else None
+            rows.append(row)
+        return rows
+
+    labels = {"HOP+, no ends": 4, "HOP+, one learner, no ends": 1}
+    of_runs = {label: [lines(seed, learners) for seed in range(2)] for label, learners in labels.items()}
+    write_runs(args, "value-loss", of_runs)
+    said, size = collected(args, "value-loss", capsys)
+    assert "| run | seeds | return | value_real | value_peak |" in said and size > 5000
+    peaks = "| 2 | 2 [2, 2] | 0.7 [0.7, 0.7] | 40.5 [34.15, 46.85] |"
+    assert all(f"| {label} {peaks}" in said for label in labels)
+    assert "HOP+, no ends: value_real by seat 4.000, 3.000, 2.000, 1.000; all equal: p = " in said
+    assert re.search(r"ends: explained_variance by seat 0.000, 0.250, 0.500, 0.750; .* does not fall: p = 1\n", said)
+    assert re.search(r"HOP\+, no ends: value_real .* does not fall: p = 0.0017\n", said), "1 in 576"
+    assert "one learner, no ends: value_real by seat" not in said
+
+
+def test_who_joins_when(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+    lines = []
+    for number in range(1, 11):
+        row = {"steps": 100 * number, "charts/episodic_return": 3.0 - 0.1 * number}
+        row |= {"charts/party_2": 1 - 0.1 * number, "charts/party_3": 0.04 * number, "charts/party_4": 0.0}
+        lines.append(row)
+    write_runs(args, "parties", {"search": [lines, lines], "HOP": [lines[:2]]})
+    said, size = collected(args, "parties", capsys)
+    shares = "0.85 / 0.06 / 0.00 | 0.65 / 0.14 / 0.00 | 0.45 / 0.22 / 0.00 | 0.25 / 0.30 / 0.00 | 0.05 / 0.38 / 0.00"
+    assert f"| search | {shares} |" in said and size > 5000
+    assert (
+        "| HOP | nan / nan / nan | nan / nan / nan | 0.90 / 0.04 / 0.00 | nan / nan / nan | 0.80 / 0.08 / 0.00 |"
+        in said
+    )
+    assert "| search | 2 | 2.05 [2.05, 2.05] | 0.8 [0.8, 0.8] | 0.38 [0.38, 0.38] |" in said, "return, fall, party_3"
+
+
+def test_doses(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+
+    def seeds(*returns):
+        return [
+            [{"steps": 100, "charts/episodic_return": 2.8}, {"steps": 200, "charts/episodic_return": x}]
+            for x in returns
+        ]
+
+    hares = [[{"steps": 200, "charts/episodic_return": 1.0}]] * 2
+    write_runs(args, "dose", {
+        "HOP+": seeds(2.9, 2.9),
+        "ppo-real-ratio 0.5": seeds(2.5, 2.7),
+        "ppo-real-ratio 1, 8x8": hares,
+    })  # fmt: skip
+    said, size = collected(args, "dose", capsys)
+    table = said.split("| --ppo-real-ratio | board | return | steps to 2.8 |\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert table == [
+        "| 0.5 | 4x4 | 2.6 [1.329, 3.871] | 100 [100, 100] |",
+        "| 0.2 | 4x4 | 2.9 [2.9, 2.9] | 100 [100, 100] |",
+        "| 1 | 8x8 | 1 [1, 1] | never |",
+    ]
+    assert "| 16 | 4x4 | 2.9 [2.9, 2.9] |" in said and "| mixed | 4x4 | 2.9 [2.9, 2.9] |" in said and size > 5000
+
+
+def test_doses_differ_from_hopplus_in_one_flag():
+    defaults = hopplus_ppo.Args()
+    for flag, value in sections.HOPPLUS_DOSE.items():
+        assert value in sections.DOSES[flag]
+        default = getattr(defaults, flag.replace("-", "_"))
+        assert type(default)(value) == default
+    runs = sections.SECTIONS["dose"].runs
+    assert len(runs) == 20
+    for label, run in runs.items():
+        hopplus = runs[sections.label_of("HOP+", sections.board_of(label))]
+        changed = run.flags.removeprefix(hopplus.flags).strip()
+        assert run.flags.startswith(hopplus.flags) and f"--{sections.method_of(label)}" in (
+            f"--{changed[2:]}",
+            "--HOP+",
+        )
+
+
+def test_mistakes_of_the_value_loss():
+    """Each alone, then all; HOP+ and PPO without one are those of other sections"""
+    runs = sections.SECTIONS["value-loss"].runs
+    assert len(runs) == 20 and runs["HOP+"] == sections.SECTIONS["5"].runs["present (default)"]
+    for place in ("", ", one learner"):
+        alone = [run.patch for label, run in runs.items() if label.startswith(f"HOP+{place},") and len(run.patch) == 1]
+        assert set(alone) >= {("reward_of_player_1",), ("replayed",), ("no_ends",), ("all_legal",)}
+        assert set(runs[f"HOP+{place}, all four"].patch) == set(sections.VALUE_MISTAKES.values())
+    for label, run in runs.items():
+        assert ("--seats nearest_stag,nearest_stag,nearest_stag,learner" in run.flags) == ("one learner" in label)
+        args = hopplus_ppo.parse_args([*run.flags.split(), "--device", "cpu"])
+        hopplus_ppo.validate(args)
 
 
 def test_scores_are_normalised_by_the_references_of_the_same_board():
