@@ -355,20 +355,27 @@ def test_reward_of_player_1(script):
 
 
 @EITHER
-def test_replayed(script, monkeypatch):
+def test_stored_rows(script):
+    """Everybody's own, of the last 16 batches"""
     other = patched(script, "replayed")
     state = make_state(other, "ppo")
     learner = torch.arange(6.0)[:, None].expand(6, 500)
+    row = torch.arange(500.0).expand(6, 500)
     for number in range(40):
-        row = torch.arange(500.0).expand(6, 500)
         new = {"weight": torch.ones(6, 500), "value": learner + 100 * number, "row": row}
         drawn = other.stored_rows(state, new)
-        assert torch.equal(drawn["value"] % 100, learner), "everybody's own"
+        assert torch.equal(drawn["value"] % 100, learner)
         first = max(0, number - 15)
-        assert set((drawn["value"] // 100).flatten().tolist()) == set(range(first, number + 1)), "the last 16"
+        assert set((drawn["value"] // 100).flatten().tolist()) == set(range(first, number + 1))
         assert len(set(drawn["row"][0].tolist())) > 200
-    state, trained, stored = make_state(other), [], []
-    other.watch_rule_based(state)
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+@EITHER
+def test_replayed(script, method, monkeypatch):
+    """PPO learns from real samples of all iterations, with the log-probabilities and returns of that time"""
+    other = patched(script, "replayed")
+    state, trained, stored = make_state(other, method), [], []
     ppo_update = other.ppo_update
 
     def recorded(args, policy, optimizer, batch):
@@ -376,14 +383,14 @@ def test_replayed(script, monkeypatch):
         return ppo_update(args, policy, optimizer, batch)
 
     monkeypatch.setattr(other, "ppo_update", recorded)
+    if method == "hopplus":
+        other.watch_rule_based(state)
     for _ in range(3):
-        samples = other.train_iteration(state)
-        stored.append(samples["real"])
+        stored.append(other.train_iteration(state)["real"])
     batch = trained[-1]
-    rows = samples["real"]["weight"].shape[1]
-    assert (
-        (batch["real"][:, :rows] == 1).all() and (batch["real"][:, rows:] == 0).all() and batch["real"].shape[1] > rows
-    )
+    rows = stored[-1]["weight"].shape[1]
+    assert (batch["real"][:, :rows] == 1).all() and (batch["real"][:, rows:] == 0).all()
+    assert (batch["real"].shape[1] > rows) == (method == "hopplus"), "imagined samples are as ever"
     seen = set()
     for m in range(6):
         known = {}
@@ -392,7 +399,7 @@ def test_replayed(script, monkeypatch):
             known |= dict.fromkeys(marks, number)
         drawn = zip(batch["log_prob"][m, :rows].tolist(), batch["returns"][m, :rows].tolist(), strict=True)
         seen |= {known[mark] for mark in drawn}
-    assert seen == {0, 1, 2}, "log-probabilities and returns as they were then"
+    assert seen == {0, 1, 2}
 
 
 def imagined_from(hop, state, **changes):
@@ -438,12 +445,12 @@ def test_all_legal(script, monkeypatch):
 
 @EITHER
 def test_party_sizes(script):
-    """Two seeds of three games: in one four take the stag, in one three; two and three hares; nobody"""
+    """Two seeds of three games, the last of which has not ended"""
     other = patched(script, "party_sizes")
     stag, hare = stag_hunt_env.HUNT_STAG, stag_hunt_env.HUNT_HARE
     prey = torch.tensor([
         [[stag] * 4, [stag, stag, hare, stag], [stag, hare, hare, stag]],
-        [[stag, stag, hare, 0], [hare, hare, 0, 0], [0, 0, 0, 0]],
+        [[stag, stag, hare, 0], [hare, hare, 0, 0], [stag, stag, 0, 0]],
     ]).flatten(0, 1)[None]  # fmt: skip
     episodes = {
         "prey": prey,
