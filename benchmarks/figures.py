@@ -153,9 +153,15 @@ def meeting(axis, rows: list[dict], players: str) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def with_four_learners(rows: list[dict], key: str) -> list[str]:
+    """Runs without rule-based players; where all share one learner, some metrics have one value for all seats"""
+    rule_based = {row["run"] for row in rows if "--seats" in row.get("flags", "")}
+    return [run for run in by_run(rows, f"{key}_3") if run not in rule_based]
+
+
 def seats(axis, rows: list[dict], key: str) -> None:
     """Return (key: player) or MOA's cross-entropy (moa_nll) of the learner in each seat"""
-    runs = list(by_run(rows, f"{key}_3"))  # not those in which all share one learner
+    runs = with_four_learners(rows, key)
     for i in range(4):
         of_runs = by_run(rows, f"{key}_{i}")
         means = np.array([interval(of_runs[run]) for run in runs])  # [runs, (mean, low, high)]
@@ -450,7 +456,7 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
     print(f"\n## {number}. {SECTIONS[number].title}")
     print_table(["run", "seeds", *keys], table)
     for key in (key for kind, key in panels if kind == "seats"):
-        for run in by_run(rows, f"{key}_3"):
+        for run in with_four_learners(rows, key):
             means, p = seat_test(rows, run, key=key)
             of_seats = ", ".join(f"{mean:.3f}" for mean in means)
             ordered = trend_test(rows, run, key)

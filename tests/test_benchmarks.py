@@ -1042,7 +1042,7 @@ def test_value_losses_by_seat(tmp_path, capsys):
     assert "HOP+, no ends: value_real by seat 4.000, 3.000, 2.000, 1.000; all equal: p = " in said
     assert re.search(r"ends: explained_variance by seat 0.000, 0.250, 0.500, 0.750; .* does not fall: p = 1\n", said)
     assert re.search(r"HOP\+, no ends: value_real .* does not fall: p = 0.0017\n", said), "1 in 576"
-    assert "one learner, no ends: value_real by seat" not in said
+    assert "HOP+, no ends: player by seat" in said and "one learner, no ends: " not in said
 
 
 def test_who_joins_when(tmp_path, capsys):
