@@ -47,6 +47,7 @@ TITLES = {  # of what is drawn
     "before/exact_match/20": "pretrained: exact after 20 steps",
 }
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
+OUTSIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of a legend
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 
 
@@ -112,7 +113,8 @@ def curves(axis, rows: list[dict], key: str) -> None:
         means = [np.mean(at_steps[s]) for s in steps]
         axis.plot(steps, means, label=run, **line_style(number))
     axis.set(xlabel="env steps", title=TITLES.get(key, key))
-    axis.legend()
+    many = len(numbered(rows)) > 6
+    axis.legend(**OUTSIDE if many else {})
 
 
 def late_curves(axis, rows: list[dict], key: str) -> None:
@@ -138,7 +140,7 @@ def against(axis, rows: list[dict], key: str) -> None:
     for run, values in by_return(rows, key).items():
         axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
     axis.set(xlabel="return at that time", title=TITLES.get(key, key))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
 
 
 def meeting(axis, rows: list[dict], players: str) -> None:
@@ -150,7 +152,7 @@ def meeting(axis, rows: list[dict], players: str) -> None:
         returns = [float(row["return"]) for row in of_run]
         axis.plot(steps, returns, label=run, **line_style(number))
     axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
 
 
 def with_four_learners(rows: list[dict], key: str) -> list[str]:
@@ -217,7 +219,7 @@ def together(axis, rows: list[dict], _: str) -> None:
             axis.plot(list(games), means, style, color=f"C{number}", label=label)
     axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
     axis.set_xticks(range(2, 21, 2))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
 
 
 # ---- Tables

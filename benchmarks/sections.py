@@ -332,14 +332,14 @@ PARTY_RUNS = {
     "HOP": counted(HOP),
     "HOP, only player 1's MOA learns": counted(HOP, "moa_of_player_1"),
     "HOP, unmasked": counted(HOP, "unmasked"),
-    "4 simulations": counted(FEW_SIMULATIONS),
-    "4 simulations, only player 1's MOA learns": counted(FEW_SIMULATIONS, "moa_of_player_1"),
-    "4 simulations, actions permuted, unmasked": counted(FEW_SIMULATIONS, "permuted_actions", "unmasked"),
-    "4 simulations, all steps": counted(FEW_SIMULATIONS, "all_steps"),
-    "4 simulations, rewarded": counted(FEW_SIMULATIONS, "rewarded"),
-    "4 simulations, player 1's reward": counted(FEW_SIMULATIONS, "reward_of_player_1"),
+    "search, 4 simulations": counted(FEW_SIMULATIONS),
+    "search, 4 simulations, only player 1's MOA learns": counted(FEW_SIMULATIONS, "moa_of_player_1"),
+    "search, 4 simulations, actions permuted, unmasked": counted(FEW_SIMULATIONS, "permuted_actions", "unmasked"),
+    "search, 4 simulations, all steps": counted(FEW_SIMULATIONS, "all_steps"),
+    "search, 4 simulations, rewarded": counted(FEW_SIMULATIONS, "rewarded"),
+    "search, 4 simulations, player 1's reward": counted(FEW_SIMULATIONS, "reward_of_player_1"),
     # Of three who share a stag each gets 3.3: here a hare pays more, but less than half a stag.
-    "4 simulations, a hare pays 4": counted(f"{FEW_SIMULATIONS} --hare-reward 4"),
+    "search, 4 simulations, a hare pays 4": counted(f"{FEW_SIMULATIONS} --hare-reward 4"),
 }
 
 # ---- How much imagination
