@@ -74,6 +74,12 @@ PRETRAINED_KEYS = {"must_match": dict, "networks": dict}
 MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds")  # when a run is resumed
 PICTURES = 10  # how often in a run histograms go to TensorBoard
 MOA_STRIDE = 8  # MOA is measured on every 8th step
+PER_LEARNER = {  # metric -> its name in per_agent/
+    "moa/nll": "moa_nll",
+    "losses/value_loss": "value_loss",
+    "losses/value_loss_real": "value_loss_real",
+    "losses/explained_variance": "explained_variance",
+}
 
 # ---- Arguments. The class defaults are those of HOP+ on a GPU; DEFAULTS has the others.
 
@@ -1511,7 +1517,7 @@ def plan_actions(args: Args, env, networks, infer, position: Position, walls, or
         if args.search_model == "env":
             next_board, reward = env_transition(env, position, walls.flatten(0, 1), joint, seat.flatten())
         else:
-            next_board, reward = predict_step(config, networks.world, here.board, walls, learner_joint, seat)
+            next_board, reward, _ = predict_step(config, networks.world, here.board, walls, learner_joint, seat)
             next_board = next_board.flatten(0, 1)
             reward = reward.flatten()
         reward = shape_reward(args, config, reward, position.board, joint, next_board)
@@ -2234,9 +2240,9 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
 
 def predict_step(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
     """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
-    board, the reward, clipped to the game's payoffs"""
+    board, the reward, clipped to the game's payoffs, and as the world model says it"""
     next_board, reward = world(board, walls.float(), joint, seat, method="predict")
-    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs()))
+    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs())), reward
 
 
 def always(x) -> torch.Tensor:
@@ -2260,7 +2266,7 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     board = played.board[:, 0]
     predictions = []
     for k in range(played.done.shape[1]):
-        board, reward = predict_step(
+        board, reward, _ = predict_step(
             config, networks.world, board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
         )
         predictions.append({"board": board, "reward": reward})
@@ -2325,7 +2331,8 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        next_board, reward = predict_step(config, networks.world, board, now["walls"], joint, now["seat"])
+        step_inputs = board, now["walls"], joint, now["seat"]
+        next_board, reward, raw_reward = predict_step(config, networks.world, *step_inputs)
         time_next = now["time"] + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
         sample = {
@@ -2335,6 +2342,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
             "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
             "log_probs": output["log_probs"],
             "reward": shape_reward(args, config, reward, board, joint, next_board),
+            "raw_reward": raw_reward,
             "ended": ended,
             "mask": now["going"] & (step < horizon)[:, None],
         }
@@ -2465,7 +2473,8 @@ def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[
 
 def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """PPO on samples [M, n, ...]. -> means over all minibatches [M]"""
-    batch = {name: x for name, x in batch.items() if name not in ("reward", "value")}  # not read here
+    not_read = ("reward", "raw_reward", "value")
+    batch = {name: x for name, x in batch.items() if name not in not_read}
     batch = drop_masked(batch, batch["weight"] > 0, args.num_minibatches)
     updates = []
     for _ in range(args.update_epochs):
@@ -2554,6 +2563,17 @@ def batch_metrics(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.
     }
 
 
+def raw_reward_metrics(config: StagHuntConfig, imagined: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of imagined rewards before they are clipped to the game's payoffs"""
+    weight = (imagined["weight"] > 0).float()
+    raw = imagined["raw_reward"]
+    outside = (raw < min(config.payoffs())) | (raw > max(config.payoffs()))
+    return {
+        "imagined/raw_reward_mean": masked_mean(raw, weight),
+        "imagined/raw_reward_outside": masked_mean(outside.float(), weight),
+    }
+
+
 def variance(x, weight):
     return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
 
@@ -2613,10 +2633,8 @@ def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, 
         if not name.startswith("games/"):
             learners = np.split(value, args.num_seeds)[seed]
             row[name] = learners.mean()
-        if name == "moa/nll":
-            row |= {f"per_agent/moa_nll/learner_{i}": x for i, x in enumerate(learners)}
-        if name == "losses/value_loss":
-            row |= {f"per_agent/value_loss/learner_{i}": x for i, x in enumerate(learners)}
+        if name in PER_LEARNER:
+            row |= {f"per_agent/{PER_LEARNER[name]}/learner_{i}": x for i, x in enumerate(learners)}
     return {name: float(value) for name, value in row.items()}
 
 
@@ -2971,7 +2989,8 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
     mask = learner_mask(env.config, start.board)
     samples = imagine(args, env, state.networks, start, mask, state.horizon)
-    return make_ppo_batch(args, samples, real=False)
+    batch = make_ppo_batch(args, samples, real=False)
+    return batch | {"raw_reward": samples["raw_reward"].flatten(1, 2)}
 
 
 def train_iteration(state: TrainState) -> dict:
@@ -3020,6 +3039,7 @@ def train_iteration(state: TrainState) -> dict:
     if args.imagination and args.ppo_real_ratio < 1:
         imagined = samples["imagined"] = imagine_batch(state)
         metrics |= batch_metrics("imagined", imagined)
+        metrics |= raw_reward_metrics(env.config, imagined)
         batch = imagined
         if args.ppo_real_ratio > 0:
             batch = {name: torch.cat([real[name], imagined[name]], 1) for name in real}

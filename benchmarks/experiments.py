@@ -48,7 +48,14 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
     "stag": "charts/stag_share",
     "nothing": "charts/nothing_share",
     **{f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)},
+    "value": "losses/value_loss",
     "value_real": "losses/value_loss_real",
+    **{f"value_real_{i}": f"per_agent/value_loss_real/learner_{i}" for i in range(4)},
+    "explained_variance": "losses/explained_variance",
+    **{f"explained_variance_{i}": f"per_agent/explained_variance/learner_{i}" for i in range(4)},
+    "raw_reward": "imagined/raw_reward_mean",
+    "raw_reward_outside": "imagined/raw_reward_outside",
+    **{f"party_{size}": f"charts/party_{size}" for size in (2, 3, 4)},
     "imagined_return": "imagined/return_mean",
     "real_return": "real/return_mean",
     "moa_top1": "moa/top1",
@@ -84,7 +91,8 @@ class ExperimentArgs:
     """tables go to data, figures to results in here"""
     patched: tuple[str, ...] = ()
     """only run --script with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, rewarded,
-    moa_of_player_1, permuted_actions, pixel, pixel_weighted; its flags after --"""
+    moa_of_player_1, permuted_actions, pixel, pixel_weighted, reward_of_player_1, replayed, no_ends, all_legal,
+    party_sizes, permuted_seats; its flags after --"""
     script: Literal["hopplus_ppo.py", "hopplus_mcts.py"] = "hopplus_ppo.py"
     """see there"""
 
@@ -248,6 +256,8 @@ def summary_of(lines: list[dict]) -> dict:
     fifths = np.array_split([f.get("return", 0.0) for f in figures], min(5, len(figures)))
     means = [part.mean() for part in fifths]
     row["fall"] = max(means) - means[-1]
+    for key in ("value", "value_real"):
+        row[f"{key}_peak"] = max((f[key] for f in figures if key in f), default="")
     for goal in (2.7, 2.8, 2.85, 4.5):
         reached = [k for k, f in enumerate(figures) if f.get("return", 0) >= goal]
         first = lines[reached[0]] if reached else {}
@@ -263,7 +273,8 @@ def curve_of(lines: list[dict]) -> list[dict]:
     for k in sorted(set(np.linspace(0, len(lines) - 1, 40).astype(int))):
         figures = figures_of(lines[k])
         kept = {key: figures.get(key, "") for key in ("return", "value_real")}
-        rows.append({"steps": lines[k]["steps"], **kept})
+        parties = {key: x for key, x in figures.items() if key.startswith("party_")}
+        rows.append({"steps": lines[k]["steps"], **kept, **parties})
     return rows
 
 

@@ -22,13 +22,20 @@ from benchmarks.results import (
     references,
     save,
 )
-from benchmarks.sections import BOARDS, SECTIONS, TASKS, board_of, label_of
+from benchmarks.sections import BOARDS, DOSES, SECTIONS, TASKS, board_of, dose_label, label_of
 from benchmarks.worst_case import CO_PLAYER_SETS, draw_new_partner, draw_worst
 
 import numpy as np
+from scipy import stats
 
 TITLES = {  # of what is drawn
     "value_real": "value loss on real samples",
+    "value_peak": "highest value loss in the run, all samples",
+    "explained_variance": "explained variance",
+    "raw_reward_outside": "share of predicted rewards outside the payoffs",
+    "party_2": "share of games: two take the stag",
+    "party_3": "share of games: three take the stag",
+    "party_4": "share of games: four take the stag",
     "steps_to_2.8": "env steps to a return of 2.8",
     "fall": "best fifth of the run - last fifth",
     "moa_top1": "MOA, top-1",
@@ -40,6 +47,7 @@ TITLES = {  # of what is drawn
     "before/exact_match/20": "pretrained: exact after 20 steps",
 }
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
+OUTSIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of a legend
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 
 
@@ -74,7 +82,7 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
     means = [np.mean(values) for values in of_runs.values()]
-    if key.startswith("steps") and max(means) > 20 * min(means):
+    if key.startswith(("steps", "value")) and max(means) > 20 * min(means):
         axis.set_xscale("log")
     axis.set(title=TITLES.get(key, key))
     axis.set_yticks(range(len(of_runs)), of_runs)
@@ -105,7 +113,8 @@ def curves(axis, rows: list[dict], key: str) -> None:
         means = [np.mean(at_steps[s]) for s in steps]
         axis.plot(steps, means, label=run, **line_style(number))
     axis.set(xlabel="env steps", title=TITLES.get(key, key))
-    axis.legend()
+    many = len(numbered(rows)) > 6
+    axis.legend(**OUTSIDE if many else {})
 
 
 def late_curves(axis, rows: list[dict], key: str) -> None:
@@ -131,7 +140,7 @@ def against(axis, rows: list[dict], key: str) -> None:
     for run, values in by_return(rows, key).items():
         axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
     axis.set(xlabel="return at that time", title=TITLES.get(key, key))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
 
 
 def meeting(axis, rows: list[dict], players: str) -> None:
@@ -143,12 +152,18 @@ def meeting(axis, rows: list[dict], players: str) -> None:
         returns = [float(row["return"]) for row in of_run]
         axis.plot(steps, returns, label=run, **line_style(number))
     axis.set(xlabel="env steps with them", title=f"return beside {players}, learning")
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
+
+
+def with_four_learners(rows: list[dict], key: str) -> list[str]:
+    """Runs without rule-based players; where all share one learner, some metrics have one value for all seats"""
+    rule_based = {row["run"] for row in rows if "--seats" in row.get("flags", "")}
+    return [run for run in by_run(rows, f"{key}_3") if run not in rule_based]
 
 
 def seats(axis, rows: list[dict], key: str) -> None:
     """Return (key: player) or MOA's cross-entropy (moa_nll) of the learner in each seat"""
-    runs = list(by_run(rows, f"{key}_3"))  # not those in which all share one learner
+    runs = with_four_learners(rows, key)
     for i in range(4):
         of_runs = by_run(rows, f"{key}_{i}")
         means = np.array([interval(of_runs[run]) for run in runs])  # [runs, (mean, low, high)]
@@ -159,6 +174,29 @@ def seats(axis, rows: list[dict], key: str) -> None:
     axis.set_yticklabels(runs)
     axis.invert_yaxis()
     axis.legend()
+
+
+def dose(axis, rows: list[dict], flag: str, key: str) -> None:
+    """Of runs that differ from HOP+ in one flag, on each board"""
+    of_runs = by_run(rows, key)
+    for board in BOARDS:
+        labels = [dose_label(flag, value, board) for value in DOSES[flag]]
+        places = [x for x, label in enumerate(labels) if label in of_runs]
+        means = np.array([interval(of_runs[labels[x]]) for x in places]).reshape(-1, 3)
+        spread = np.abs(means[:, 1:] - means[:, :1]).T
+        axis.errorbar(places, means[:, 0], yerr=spread, marker="o", capsize=3, label=board)
+    axis.set_xticks(range(len(DOSES[flag])), DOSES[flag])
+    axis.set(xlabel=f"--{flag}", title=TITLES.get(key, key))
+    axis.legend()
+
+
+def return_by_dose(axis, rows: list[dict], flag: str) -> None:
+    dose(axis, rows, flag, "return")
+
+
+def steps_by_dose(axis, rows: list[dict], flag: str) -> None:
+    """Of the seeds that have such a return"""
+    dose(axis, rows, flag, "steps_to_2.8")
 
 
 def adaptation(axis, scores: dict[str, dict[str, float]], _: str) -> None:
@@ -181,7 +219,7 @@ def together(axis, rows: list[dict], _: str) -> None:
             axis.plot(list(games), means, style, color=f"C{number}", label=label)
     axis.set(xlabel="game together (dotted: subgoals of other games)", title="return, frozen")
     axis.set_xticks(range(2, 21, 2))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(**OUTSIDE)
 
 
 # ---- Tables
@@ -231,11 +269,67 @@ def print_together(docs: Path, number: str) -> None:
         print_table(["arm, frozen", *GAMES, "shuffled, 11-20"], table)
 
 
+PARTS = ("first fifth", "second", "third", "fourth", "last fifth")
+
+
+def party_shares(rows: list[dict], run: str, size: int) -> list[float]:
+    """Share of games in which so many take the stag, in each fifth of the run"""
+    key = f"party_{size}"
+    counted = [row for row in rows if row["run"] == run and row.get(key)]
+    end = max(int(row["steps"]) for row in counted)
+    parts = [[] for _ in PARTS]
+    for row in counted:
+        part = math.ceil(len(PARTS) * int(row["steps"]) / end) - 1
+        parts[part].append(float(row[key]))
+    return [float(np.mean(shares)) if shares else math.nan for shares in parts]
+
+
+def print_parties(docs: Path, number: str) -> None:
+    """Who joins when"""
+    rows = [row for row in read(docs, number, "_curves") if row.get("party_2")]
+    table = []
+    for run in labels_in(rows):
+        of_sizes = [party_shares(rows, run, size) for size in (2, 3, 4)]
+        cells = [" / ".join(f"{share:.2f}" for share in shares) for shares in zip(*of_sizes, strict=True)]
+        table.append([run, *cells])
+    if table:
+        print_table(["share of games in which 2 / 3 / 4 take the stag", *PARTS], table)
+
+
+def print_doses(rows: list[dict], flag: str) -> None:
+    """return, then steps to 2.8"""
+    table = []
+    for board in BOARDS:
+        for value in DOSES[flag]:
+            label = dose_label(flag, value, board)
+            count = sum(row["run"] == label for row in rows)
+            if count:
+                keys = ("return", "steps_to_2.8")
+                cells = [cell_of(by_run(rows, key).get(label, []), count, key) for key in keys]
+                table.append([value, board, *cells])
+    print_table([f"--{flag}", "board", "return", "steps to 2.8"], table)
+
+
+def seat_table(rows: list[dict], run: str, key: str) -> np.ndarray:
+    """[seeds, seats]"""
+    names = [f"{key}_{i}" for i in range(4)]
+    complete = [row for row in rows if row["run"] == run and all(row.get(name) for name in names)]
+    return np.array([[float(row[name]) for name in names] for row in complete])
+
+
+def trend_test(rows: list[dict], run: str, key: str = "player") -> float:
+    """p of Page's test: seats do not differ, or it falls from seat 1 to seat 4, in the ranks of each seed"""
+    table = seat_table(rows, run, key)
+    if len(table) < 2:
+        return math.nan
+    from_seat_4 = table[:, ::-1]
+    return float(stats.page_trend_test(from_seat_4).pvalue)
+
+
 def seat_test(rows: list[dict], run: str, draws: int = 20_000, key: str = "player") -> tuple[np.ndarray, float]:
     """mean return (or another key) of each seat, and p of a permutation test: seats exchanged within each seed,
     variance of the four means"""
-    of_run = [row for row in rows if row["run"] == run]
-    table = np.array([[float(row[f"{key}_{i}"]) for i in range(4)] for row in of_run])  # [seeds, seats]
+    table = seat_table(rows, run, key)
     order = np.random.default_rng(0).random((draws, *table.shape)).argsort(2)
     shuffled = np.take_along_axis(np.broadcast_to(table, order.shape), order, 2)
     variances = shuffled.mean(1).var(1)
@@ -304,6 +398,8 @@ DRAWS = {  # kind of panel: function, the table that it draws
     "adaptation": (adaptation, "_adaptation"),
     "meeting": (meeting, "_adaptation_curves"),
     "together": (together, "_together"),
+    "return by dose": (return_by_dose, ""),
+    "steps by dose": (steps_by_dose, ""),
 }
 
 
@@ -322,7 +418,7 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
     count = len(order)
     lines = {"adaptation": max(map(len, scores.values())), "seats": 1.5 * count, "meeting": 8}
     heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    columns = {4: 2, 8: 4}.get(len(panels), min(3, len(panels)))
     heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]
     figure, axes = plt.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     figure.set_size_inches(5.6 * columns, sum(heights))
@@ -362,13 +458,17 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
     print(f"\n## {number}. {SECTIONS[number].title}")
     print_table(["run", "seeds", *keys], table)
     for key in (key for kind, key in panels if kind == "seats"):
-        for run in by_run(rows, f"{key}_3"):
+        for run in with_four_learners(rows, key):
             means, p = seat_test(rows, run, key=key)
             of_seats = ", ".join(f"{mean:.3f}" for mean in means)
-            print(f"{run}: {key} by seat {of_seats}; all equal: p = {p:.2g}")
+            ordered = trend_test(rows, run, key)
+            print(f"{run}: {key} by seat {of_seats}; all equal: p = {p:.2g}; does not fall: p = {ordered:.2g}")
     if number in TASKS:
         print_ladder(docs, number)
         print_together(docs, number)
+    print_parties(docs, number)
+    for flag in (key for kind, key in panels if kind == "return by dose"):
+        print_doses(rows, flag)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(docs, number, "_curves"), key).items():
             losses = ", ".join(f"{value:.2f}" for value in values)

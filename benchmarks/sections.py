@@ -282,6 +282,101 @@ SEARCHES = {
     "HOP, search prior 1": Run(f"{SEARCH} --method hop-ours --search-prior 1", MCTS, then=(SEARCH_ADAPT,)),
 }
 
+
+# ---- The value loss: an earlier implementation's mistakes
+
+VALUE_MISTAKES = {
+    "player 1's reward": "reward_of_player_1",
+    "replayed": "replayed",
+    "no ends": "no_ends",
+    "all legal": "all_legal",
+}
+# In seat 4: in seat 1 a learner is player 1.
+ONE_LEARNER = "--seats nearest_stag,nearest_stag,nearest_stag,learner"
+
+
+def value_loss_runs(place: str, seats: str) -> dict[str, Run]:
+    """Plain PPO and HOP+, each mistake alone, all of them; where PPO has nothing to imagine, two"""
+    ppo = f"{SHORT} --method ppo {QUICK} {seats}".rstrip()
+    hopplus = f"{SHORT} {seats}".rstrip()
+    old_settings = f"{hopplus} {BADLY} --pretraining-updates 50"
+    every_mistake = tuple(VALUE_MISTAKES.values())
+    runs = {f"PPO{place}": Run(ppo)}
+    for label in ("player 1's reward", "replayed"):
+        runs[f"PPO{place}, {label}"] = Run(ppo, patch=(VALUE_MISTAKES[label],))
+    runs[f"HOP+{place}"] = Run(hopplus)
+    for label, mistake in VALUE_MISTAKES.items():
+        runs[f"HOP+{place}, {label}"] = Run(hopplus, patch=(mistake,))
+    runs[f"HOP+{place}, all four"] = Run(hopplus, patch=every_mistake)
+    runs[f"HOP+{place}, all four, old settings, pixel head"] = Run(
+        old_settings,
+        patch=("pixel", "unclipped", *every_mistake),
+    )
+    return runs
+
+
+# ---- Who joins the stag
+
+MILLION = f"{SEEDS5} --total-timesteps 1000000"
+FEW_SIMULATIONS = f"{MILLION} --num-simulations 4"  # a third of the time
+HOP = f"{MILLION} --method hop"
+
+
+def counted(flags: str, *mistakes: str) -> Run:
+    """A run of search that also logs how many take the stag"""
+    return Run(flags, MCTS, patch=("party_sizes", *mistakes))
+
+
+PARTY_RUNS = {
+    "search": counted(MILLION),
+    "HOP": counted(HOP),
+    "HOP, only player 1's MOA learns": counted(HOP, "moa_of_player_1"),
+    "HOP, unmasked": counted(HOP, "unmasked"),
+    "search, 4 simulations": counted(FEW_SIMULATIONS),
+    "search, 4 simulations, only player 1's MOA learns": counted(FEW_SIMULATIONS, "moa_of_player_1"),
+    "search, 4 simulations, actions permuted, unmasked": counted(FEW_SIMULATIONS, "permuted_actions", "unmasked"),
+    "search, 4 simulations, all steps": counted(FEW_SIMULATIONS, "all_steps"),
+    "search, 4 simulations, rewarded": counted(FEW_SIMULATIONS, "rewarded"),
+    "search, 4 simulations, player 1's reward": counted(FEW_SIMULATIONS, "reward_of_player_1"),
+    # Of three who share a stag each gets 3.3: here a hare pays more, but less than half a stag.
+    "search, 4 simulations, a hare pays 4": counted(f"{FEW_SIMULATIONS} --hare-reward 4"),
+}
+
+# ---- How much imagination
+
+DOSES = {  # flag -> its values, from little to much imagination; that of HOP+ among them
+    "ppo-real-ratio": ("1", "0.5", "0.2", "0.05"),
+    "imagined-weight": ("0.25", "1", "4"),
+    "critic-data": ("real", "mixed"),
+    "imagination-horizon": ("1", "4", "16", "32"),
+}
+HOPPLUS_DOSE = {
+    "ppo-real-ratio": "0.2",
+    "imagined-weight": "1",
+    "critic-data": "mixed",
+    "imagination-horizon": "16",
+}
+DOSE_STEPS = {"4x4": 500_000, "8x8": 1_000_000}
+
+
+def dose_label(flag: str, value: str, board: str) -> str:
+    """HOP+ itself where the flag has its default"""
+    name = "HOP+" if value == HOPPLUS_DOSE[flag] else f"{flag} {value}"
+    return label_of(name, board)
+
+
+def dose_runs() -> dict[str, Run]:
+    runs = {}
+    for board, steps in DOSE_STEPS.items():
+        flags = " ".join(f"{TEST_SEEDS} --log-every 2 {BOARDS[board]} --total-timesteps {steps}".split())
+        runs[label_of("HOP+", board)] = Run(flags)
+        for flag, values in DOSES.items():
+            for value in values:
+                if value != HOPPLUS_DOSE[flag]:
+                    runs[dose_label(flag, value, board)] = Run(f"{flags} --{flag} {value}")
+    return runs
+
+
 SECTIONS = {
     **ladder(),
     "1": Section(
@@ -301,14 +396,28 @@ SECTIONS = {
                 patch=("pixel", "unclipped"),
             ),
         },
-        [("bars", "value_real"), ("bars", "return"), ("against", "value_real")],
+        [("bars", "value_real"), ("bars", "return"), ("against", "value_real"), ("bars", "raw_reward_outside")],
+    ),
+    "value-loss": Section(
+        "Which mistake raises the value loss, and in which seat?",
+        value_loss_runs("", "") | value_loss_runs(", one learner", ONE_LEARNER),
+        [
+            ("bars", "value_real"),
+            ("bars", "value_peak"),
+            ("bars", "return"),
+            ("seats", "value_real"),
+            ("seats", "explained_variance"),
+            ("seats", "player"),
+        ],
     ),
     "2": Section(
         "Was player 1 favoured?",
         {
             "PPO": Run(PPO_SEATS),
             "PPO, shared": Run(f"{PPO_SEATS} --share-parameters"),
-            "PPO, seats permuted": Run(f"{PPO_SEATS} --permute-ids"),
+            "PPO, cells permuted": Run(f"{PPO_SEATS} --permute-ids"),
+            "PPO, learners change seats": Run(PPO_SEATS, patch=("permuted_seats",)),
+            "PPO with subgoals": Run(f"{SEEDS8} --method ppo-omg --total-timesteps 600000 {QUICK}"),
             "HOP+": Run(f"{SEEDS8} --total-timesteps 200000"),
             "HOP+, shared": Run(f"{SEEDS8} --total-timesteps 200000 --share-parameters"),
             "PPO, all learn from player 1": Run(PPO_SEATS, patch=("one_player",)),
@@ -381,6 +490,26 @@ SECTIONS = {
             "HOP, search prior 1, long": Run(f"{SEARCH_LONG} --method hop-ours --search-prior 1", MCTS),
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
+    ),
+    "parties": Section(
+        "Why does a third hunter join the stag, and does a long run fall?",
+        PARTY_RUNS,
+        [
+            ("curves", "return"),
+            ("bars", "fall"),
+            ("bars", "party_3"),
+            ("curves", "party_2"),
+            ("curves", "party_3"),
+            ("curves", "party_4"),
+        ],
+    ),
+    "dose": Section(
+        "How much imagination?",
+        dose_runs(),
+        [
+            *(("return by dose", flag) for flag in DOSES),
+            *(("steps by dose", flag) for flag in DOSES),
+        ],
     ),
     "7": Section(
         "Which module pays, and where?",

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import math
 import re
@@ -321,6 +322,222 @@ def test_permuted_actions(script):
 
 
 @EITHER
+def test_reward_of_player_1(script):
+    """Also if player 1 does not learn; in seat 1 it is the learner's own"""
+    other = patched(script, "reward_of_player_1")
+    state = make_state(script, num_seeds=2, num_envs=16)
+    transitions, outputs, _ = play(other, state)
+    own = script.real_samples(state.args, state.args.config, transitions, outputs)["reward"]
+    read = other.real_samples(state.args, state.args.config, transitions, outputs)["reward"]
+    assert torch.equal(own, transitions.reward) and own[1:].any()
+    assert all(torch.equal(read[m], own[m // 3 * 3]) for m in range(6)) and not torch.equal(read, own)
+
+    def one_learner(*table):
+        """What the only learner reads, what it gets, what player 1 gets"""
+        args = script.make_args("ppo", "cpu", **{**TINY, "num_envs": 16, "seats": ",".join(table)})
+        state = script.make_train_state(args, [list(table)], [1], torch.device("cpu"))
+        advance, paid = state.games.env.advance, []
+
+        def recorded(actions):
+            result = advance(actions)
+            paid.append(result[0].clone())
+            return result
+
+        state.games.env.advance = recorded
+        transitions, outputs, _ = play(other, state)
+        samples = other.real_samples(args, args.config, transitions, outputs)
+        return samples["reward"][0], transitions.reward[0], torch.stack(paid)[..., 0]
+
+    read, own, of_player_1 = one_learner("nearest_hare", "nearest_hare", "learner")
+    assert torch.equal(read, of_player_1) and not torch.equal(read, own) and read.any()
+    read, own, of_player_1 = one_learner("learner", "nearest_hare", "nearest_hare")
+    assert torch.equal(read, own) and torch.equal(read, of_player_1)
+
+
+@EITHER
+def test_stored_rows(script):
+    """Everybody's own, of the last 16 batches"""
+    other = patched(script, "replayed")
+    state = make_state(other, "ppo")
+    learner = torch.arange(6.0)[:, None].expand(6, 500)
+    row = torch.arange(500.0).expand(6, 500)
+    for number in range(40):
+        new = {"weight": torch.ones(6, 500), "value": learner + 100 * number, "row": row}
+        drawn = other.stored_rows(state, new)
+        assert torch.equal(drawn["value"] % 100, learner)
+        first = max(0, number - 15)
+        assert set((drawn["value"] // 100).flatten().tolist()) == set(range(first, number + 1))
+        assert len(set(drawn["row"][0].tolist())) > 200
+
+
+@pytest.mark.parametrize("method", ["ppo", "hopplus"])
+@EITHER
+def test_replayed(script, method, monkeypatch):
+    """PPO learns from real samples of all iterations, with the log-probabilities and returns of that time"""
+    other = patched(script, "replayed")
+    state, trained, stored = make_state(other, method), [], []
+    ppo_update = other.ppo_update
+
+    def recorded(args, policy, optimizer, batch):
+        trained.append(batch)
+        return ppo_update(args, policy, optimizer, batch)
+
+    monkeypatch.setattr(other, "ppo_update", recorded)
+    if method == "hopplus":
+        other.watch_rule_based(state)
+    for _ in range(3):
+        stored.append(other.train_iteration(state)["real"])
+    batch = trained[-1]
+    rows = stored[-1]["weight"].shape[1]
+    assert (batch["real"][:, :rows] == 1).all() and (batch["real"][:, rows:] == 0).all()
+    assert (batch["real"].shape[1] > rows) == (method == "hopplus"), "imagined samples are as ever"
+    seen = set()
+    for m in range(6):
+        known = {}
+        for number, old in enumerate(stored):
+            marks = zip(old["log_prob"][m].tolist(), old["returns"][m].tolist(), strict=True)
+            known |= dict.fromkeys(marks, number)
+        drawn = zip(batch["log_prob"][m, :rows].tolist(), batch["returns"][m, :rows].tolist(), strict=True)
+        seen |= {known[mark] for mark in drawn}
+    assert seen == {0, 1, 2}
+
+
+def imagined_from(hop, state, **changes):
+    """Two imagined steps from the first of a rollout"""
+    start = hop.Transitions(*(x[:, 0] for x in play(hop, state)[0]))._replace(**changes)
+    horizon = torch.full_like(state.horizon, 2)
+    return hop.imagine(state.args, state.games.env, state.networks, start, torch.ones_like(start.done), horizon)
+
+
+@EITHER
+def test_no_ends(script):
+    state = make_state(script)
+    late = torch.full((6, 4), 5, dtype=torch.uint8)  # the last step but one is 5 of 6
+    right = imagined_from(script, state, time=late)
+    assert right["ended"][:, 0].all() and right["mask"][:, 0].all() and not right["mask"][:, 1].any()
+    wrong = imagined_from(patched(script, "no_ends"), state, time=late)
+    assert not wrong["ended"].any() and wrong["mask"].all()
+
+
+@EITHER
+def test_all_legal(script, monkeypatch):
+    other = patched(script, "all_legal")
+    state = make_state(other, num_envs=64)
+    policy = state.networks.policy
+    predict_step, joints, legal = other.predict_step, [], []
+
+    def recorded(config, world, board, walls, joint, seat):
+        joints.append(joint)
+        legal.append(other.entity_views(state.games.env, board, walls)[2])
+        return predict_step(config, world, board, walls, joint, seat)
+
+    monkeypatch.setattr(other, "predict_step", recorded)
+    samples = imagined_from(other, state)
+    assert samples["legal"].all()
+    illegal = ~legal[0].gather(3, joints[0][..., None])[..., 0]  # [M, n, N]
+    assert illegal.any(1).any(0).all(), "the learner and each co-player do what is not legal"
+    with torch.no_grad():
+        log_probs, _ = policy(samples["inputs"][:, 0], samples["legal"][:, 0])
+    chosen = log_probs.gather(2, samples["action"][:, 0, :, None])[..., 0]
+    torch.testing.assert_close(samples["log_prob"][:, 0], chosen)
+    assert not imagined_from(script, state)["legal"].all() and not play(other, state)[1]["legal"].all()
+
+
+@EITHER
+def test_party_sizes(script):
+    """Two seeds of three games, the last of which has not ended"""
+    other = patched(script, "party_sizes")
+    stag, hare = stag_hunt_env.HUNT_STAG, stag_hunt_env.HUNT_HARE
+    prey = torch.tensor([
+        [[stag] * 4, [stag, stag, hare, stag], [stag, hare, hare, stag]],
+        [[stag, stag, hare, 0], [hare, hare, 0, 0], [stag, stag, 0, 0]],
+    ]).flatten(0, 1)[None]  # fmt: skip
+    episodes = {
+        "prey": prey,
+        "done": torch.ones(1, 6, dtype=torch.bool),
+        "return": prey.float(),
+        "length": prey[..., 0],
+    }
+    episodes["done"][0, 5] = False
+    seats, args = types.SimpleNamespace(num_blocks=2), script.make_args("ppo", "cpu", num_seeds=2)
+    metrics = {name: x.numpy() for name, x in other.episode_metrics(seats, episodes).items()}
+    rows = [other.log_row(args, metrics, seed) for seed in range(2)]
+    shares = [[row[f"charts/party_{size}"] for size in (2, 3, 4)] for row in rows]
+    assert shares == [pytest.approx([1 / 3] * 3), [0.5, 0, 0]]
+    plain = {name: x.numpy() for name, x in script.episode_metrics(seats, episodes).items()}
+    for seed in range(2):
+        as_ever = script.log_row(args, plain, seed)
+        assert {name: x for name, x in rows[seed].items() if "party" not in name} == as_ever
+
+
+@EITHER
+def test_permuted_seats(script):
+    """Each learner reads, does and earns what the seat has in which it sits; seats change with the game alone"""
+    other = patched(script, "permuted_seats")
+    state = make_state(other, "ppo", num_seeds=2, num_envs=8)
+    env, seats = state.games.env, state.games.seats
+    advance, change_seats, log = env.advance, seats.change_seats, []
+
+    def recorded(actions):
+        cells = env.cells(env.state).clone()
+        reward, present, done = advance(actions)
+        log.append([seats.seat_of.clone(), cells, actions.clone(), reward.clone(), done.clone()])
+        return reward, present, done
+
+    env.advance = recorded
+    transitions, _, episodes = other.rollout(state.args, state.games, state.networks, 24)
+    earned, met = torch.zeros(16, 3), set()
+    for t, (seat_of, cells, actions, reward, done) in enumerate(log):
+        assert torch.equal(seat_of.sort(1).values, torch.arange(3).expand(16, 3))
+        for b, learner in [(b, learner) for b in range(16) for learner in range(3)]:
+            m, e, seat = 3 * (b // 8) + learner, b % 8, int(seat_of[b, learner])
+            assert torch.equal(transitions.board[m, t, e].long(), cells[b, seat].long())
+            assert int(transitions.joint[m, t, e, 0]) == int(actions[b, seat])
+            assert transitions.reward[m, t, e] == reward[b, seat]
+            earned[b, learner] += reward[b, seat]
+            met.add((m, seat))
+        torch.testing.assert_close(episodes["return"][t][done], earned[done])
+        earned[done] = 0
+        if t + 1 < len(log):
+            assert torch.equal(log[t + 1][0][~done], seat_of[~done])
+    assert len(met) == 18 and episodes["done"].sum() > 30, "every learner has sat everywhere"
+    x = torch.randn(6, 8, 7)
+    assert torch.equal(seats.to_learners(seats.to_seats(x)), x)
+    saved = {name: value.clone() for name, value in seats.state_dict().items()}
+    change_seats(torch.ones(16, dtype=torch.bool))
+    assert not torch.equal(seats.seat_of, saved["seat_of"])
+    seats.load_state_dict(saved)
+    assert torch.equal(seats.seat_of, saved["seat_of"])
+    with pytest.raises(ValueError, match="who models the others would mistake them"):
+        make_state(other)
+    args = other.make_args("ppo", "cpu", **TINY)
+    with pytest.raises(ValueError, match="all players must be learners"):
+        other.make_train_state(args, [["learner", "random", "random"]], [1], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("names", [(), ("pixel",), ("pixel", "unclipped")])
+def test_rewards_before_they_are_clipped(names):
+    script = patched(hopplus_ppo, *names)
+    state = make_state(script, num_envs=16)
+    script.watch_rule_based(state)
+    imagined = script.train_iteration(state)["imagined"]
+    metrics = state.metrics.read()
+    payoffs = state.args.config.payoffs()
+    low, high, outside = min(payoffs), max(payoffs), 0
+    for m in range(6):
+        counts = imagined["weight"][m] > 0
+        raw = imagined["raw_reward"][m][counts].numpy()
+        assert len(raw) > 50
+        assert metrics["imagined/raw_reward_mean"][m] == pytest.approx(raw.mean(), abs=1e-5)
+        share = np.mean([x < low or x > high for x in raw.tolist()])
+        assert metrics["imagined/raw_reward_outside"][m] == pytest.approx(share, abs=1e-6)
+        expected = raw if "unclipped" in names else raw.clip(low, high)
+        assert imagined["reward"][m][counts].numpy() == pytest.approx(expected)
+        outside += share
+    assert (outside > 0) == bool(names), "the script's own world model picks a payoff"
+
+
+@EITHER
 def test_every_patch_fits_the_script(script):
     for name in patches.PATCHES:
         assert patched(script, name).FORMAT == script.FORMAT
@@ -454,7 +671,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
 
 # Their flags are new, their tables are old.
-TO_BE_MEASURED = (*sections.TASKS, "1", "2", "3", "4", "7", "others", "8")
+TO_BE_MEASURED = (*sections.TASKS, "1", "value-loss", "2", "3", "4", "parties", "dose", "7", "others", "8")
 
 
 def sections_with_runs():
@@ -755,6 +972,153 @@ def test_seats_that_differ_are_found():
         assert low <= p <= high and means[0] == pytest.approx(2 + noise[:, 0].mean() + lead)
 
 
+def seat_rows(table, key="player"):
+    return [{"run": "x", **{f"{key}_{i}": str(value) for i, value in enumerate(row)}} for row in table]
+
+
+def test_seats_in_order():
+    """p of Page's L as counted over all orders of the seats in each seed"""
+    falling = seat_rows([[4, 3, 2, 1]] * 8)
+    assert figures.trend_test(falling, "x") == pytest.approx(24.0**-8)
+    assert figures.trend_test(seat_rows([[1, 2, 3, 4]] * 8), "x") == pytest.approx(1)
+    table = [[9.0, 8.5, 8.0, 8.2], [2.0, 2.5, 1.0, 0.5]]  # two neighbours exchanged in each
+    orders = [np.array(order) for order in itertools.permutations(range(1, 5))]
+
+    def page_l(first, second):
+        return ((first + second) * np.array([4, 3, 2, 1])).sum()
+
+    found = page_l(np.array([4, 3, 1, 2]), np.array([3, 4, 2, 1]))
+    shares = [page_l(a, b) >= found for a in orders for b in orders]
+    assert figures.trend_test(seat_rows(table), "x") == pytest.approx(np.mean(shares))
+    last = seat_rows([[1, 1, 1, 2 + seed / 9] for seed in range(8)])  # differs, but does not fall
+    assert figures.seat_test(last, "x", 2000)[1] < 0.001 and figures.trend_test(last, "x") > 0.9
+    assert math.isnan(figures.trend_test(falling[:1], "x")), "one seed"
+    incomplete = [*falling, {**falling[0], "player_2": ""}]
+    assert figures.seat_table(incomplete, "x", "player").shape == (8, 4)
+
+
+def write_runs(args, section, of_runs):
+    """label -> lines of metrics.jsonl of each seed"""
+    for label, seeds in of_runs.items():
+        folder = experiments.folder_of(args, sections.SECTIONS[section].runs[label])
+        for seed, lines in enumerate(seeds):
+            (folder / f"x__{seed}").mkdir(parents=True)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (folder / f"x__{seed}" / "metrics.jsonl").write_text(text)
+        (folder / "seconds").touch()
+        (folder / "train.log").write_text("on cpu")
+
+
+def collected(args, section, capsys):
+    """What is printed, and the size of the figure"""
+    experiments.collect(args, section)
+    figures.draw(Path(args.docs), section)
+    return capsys.readouterr().out, (Path(args.docs) / f"results/section_{section}.png").stat().st_size
+
+
+def test_value_losses_by_seat(tmp_path, capsys):
+    """The highest of the run, and each learner's own; a single learner has no row of seats"""
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+
+    def lines(seed, learners):
+        rows = []
+        for step, loss in enumerate([1.0, 40.0 + seed, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 6.0, 8.0]):
+            row = {"steps": step + 1, "charts/episodic_return": 2.0}
+            row |= {"losses/value_loss": loss, "losses/value_loss_real": loss / 10}
+            row |= {f"charts/episodic_return/player_{i}": 2.0 + i for i in range(4)}
+            for i in range(learners):
+                row[f"per_agent/value_loss_real/learner_{i}"] = 4.0 - i
+                row[f"per_agent/explained_variance/learner_{i}"] = 0.25 * i if step else None
+            rows.append(row)
+        return rows
+
+    labels = {"HOP+, no ends": 4, "HOP+, one learner, no ends": 1}
+    of_runs = {label: [lines(seed, learners) for seed in range(2)] for label, learners in labels.items()}
+    write_runs(args, "value-loss", of_runs)
+    said, size = collected(args, "value-loss", capsys)
+    assert "| run | seeds | return | value_real | value_peak |" in said and size > 5000
+    peaks = "| 2 | 2 [2, 2] | 0.7 [0.7, 0.7] | 40.5 [34.15, 46.85] |"
+    assert all(f"| {label} {peaks}" in said for label in labels)
+    assert "HOP+, no ends: value_real by seat 4.000, 3.000, 2.000, 1.000; all equal: p = " in said
+    assert re.search(r"ends: explained_variance by seat 0.000, 0.250, 0.500, 0.750; .* does not fall: p = 1\n", said)
+    assert re.search(r"HOP\+, no ends: value_real .* does not fall: p = 0.0017\n", said), "1 in 576"
+    assert "HOP+, no ends: player by seat" in said and "one learner, no ends: " not in said
+
+
+def test_who_joins_when(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+    lines = []
+    for number in range(1, 11):
+        row = {"steps": 100 * number, "charts/episodic_return": 3.0 - 0.1 * number}
+        row |= {"charts/party_2": 1 - 0.1 * number, "charts/party_3": 0.04 * number, "charts/party_4": 0.0}
+        lines.append(row)
+    write_runs(args, "parties", {"search": [lines, lines], "HOP": [lines[:2]]})
+    said, size = collected(args, "parties", capsys)
+    shares = "0.85 / 0.06 / 0.00 | 0.65 / 0.14 / 0.00 | 0.45 / 0.22 / 0.00 | 0.25 / 0.30 / 0.00 | 0.05 / 0.38 / 0.00"
+    assert f"| search | {shares} |" in said and size > 5000
+    assert (
+        "| HOP | nan / nan / nan | nan / nan / nan | 0.90 / 0.04 / 0.00 | nan / nan / nan | 0.80 / 0.08 / 0.00 |"
+        in said
+    )
+    assert "| search | 2 | 2.05 [2.05, 2.05] | 0.8 [0.8, 0.8] | 0.38 [0.38, 0.38] |" in said, "return, fall, party_3"
+
+
+def test_doses(tmp_path, capsys):
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
+
+    def seeds(*returns):
+        return [
+            [{"steps": 100, "charts/episodic_return": 2.8}, {"steps": 200, "charts/episodic_return": x}]
+            for x in returns
+        ]
+
+    hares = [[{"steps": 200, "charts/episodic_return": 1.0}]] * 2
+    write_runs(args, "dose", {
+        "HOP+": seeds(2.9, 2.9),
+        "ppo-real-ratio 0.5": seeds(2.5, 2.7),
+        "ppo-real-ratio 1, 8x8": hares,
+    })  # fmt: skip
+    said, size = collected(args, "dose", capsys)
+    table = said.split("| --ppo-real-ratio | board | return | steps to 2.8 |\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert table == [
+        "| 0.5 | 4x4 | 2.6 [1.329, 3.871] | 100 [100, 100] |",
+        "| 0.2 | 4x4 | 2.9 [2.9, 2.9] | 100 [100, 100] |",
+        "| 1 | 8x8 | 1 [1, 1] | never |",
+    ]
+    assert "| 16 | 4x4 | 2.9 [2.9, 2.9] |" in said and "| mixed | 4x4 | 2.9 [2.9, 2.9] |" in said and size > 5000
+
+
+def test_doses_differ_from_hopplus_in_one_flag():
+    defaults = hopplus_ppo.Args()
+    for flag, value in sections.HOPPLUS_DOSE.items():
+        assert value in sections.DOSES[flag]
+        default = getattr(defaults, flag.replace("-", "_"))
+        assert type(default)(value) == default
+    runs = sections.SECTIONS["dose"].runs
+    assert len(runs) == 20
+    for label, run in runs.items():
+        hopplus = runs[sections.label_of("HOP+", sections.board_of(label))]
+        changed = run.flags.removeprefix(hopplus.flags).strip()
+        assert run.flags.startswith(hopplus.flags) and f"--{sections.method_of(label)}" in (
+            f"--{changed[2:]}",
+            "--HOP+",
+        )
+
+
+def test_mistakes_of_the_value_loss():
+    """Each alone, then all; HOP+ and PPO without one are those of other sections"""
+    runs = sections.SECTIONS["value-loss"].runs
+    assert len(runs) == 20 and runs["HOP+"] == sections.SECTIONS["5"].runs["present (default)"]
+    for place in ("", ", one learner"):
+        alone = [run.patch for label, run in runs.items() if label.startswith(f"HOP+{place},") and len(run.patch) == 1]
+        assert set(alone) >= {("reward_of_player_1",), ("replayed",), ("no_ends",), ("all_legal",)}
+        assert set(runs[f"HOP+{place}, all four"].patch) == set(sections.VALUE_MISTAKES.values())
+    for label, run in runs.items():
+        assert ("--seats nearest_stag,nearest_stag,nearest_stag,learner" in run.flags) == ("one learner" in label)
+        args = hopplus_ppo.parse_args([*run.flags.split(), "--device", "cpu"])
+        hopplus_ppo.validate(args)
+
+
 def test_scores_are_normalised_by_the_references_of_the_same_board():
     best = {
         "run": "PPO",
@@ -818,7 +1182,7 @@ def test_hopplus_has_one_setting():
                 flags = set(re.findall(r"--[\w-]+", run.flags))
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
-    assert set(seen) == {"2", "7", "8", "others", *sections.HOPPLUS_TASKS}
+    assert set(seen) == {"2", "7", "8", "others", "value-loss", "dose", *sections.HOPPLUS_TASKS}
 
 
 def test_arms_of_the_ladder_differ_in_what_they_know_alone():

@@ -650,8 +650,10 @@ def test_charts_count_every_finished_game_of_every_seat(seats):
         assert len(finished) > 30 and (earned > 0).any()
         own = metrics["real/value_mean"].reshape(2, -1)[seed]
         assert row["real/value_mean"] == pytest.approx(own.mean()) and len(own) == len(learners)
-        losses = metrics["losses/value_loss"].reshape(2, -1)[seed]
-        assert [row[f"per_agent/value_loss/learner_{i}"] for i in range(len(learners))] == pytest.approx(losses)
+        for name in ("value_loss", "value_loss_real", "explained_variance"):
+            of_learners = metrics[f"losses/{name}"].reshape(2, -1)[seed]
+            logged = [row[f"per_agent/{name}/learner_{i}"] for i in range(len(learners))]
+            assert logged == pytest.approx(of_learners) and len(set(logged)) == len(learners)
         assert not any(name.startswith("games/") for name in row)
     assert math.isnan(hop.log_row(state.args, metrics | {"games/ended": np.zeros((2, 3))}, 0)["charts/stag_share"])
 
