@@ -3,10 +3,11 @@
     python benchmarks/decisions.py                                # on the GPU if there is one
     python benchmarks/decisions.py --only PPO search --games 1 --repeats 3
     python benchmarks/decisions.py --only HOP --flags="--num-simulations 200"
-    python benchmarks/decisions.py --csv docs/data/decisions_gpu.csv    # for `experiments.py --section time --draw`
+    python benchmarks/decisions.py --csv docs/data/decisions_gpu.csv    # for the table of section `time`
 
-A decision is one step of the game: all its learners perceive, infer, perhaps search, and act. The methods are those of
-section `time` of experiments.py, with the defaults of the device and fresh networks: a step costs the same.
+A decision is one step of the game: all its learners perceive, infer, perhaps search, and act. The
+methods are those of section `time` of experiments.py, with the defaults of the device and fresh
+networks: a step costs the same.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Args:
     flags: str = ""
     """further flags for all of them"""
     steps: Count = 8
-    """decisions that are measured together; at their end policy and value look once more, as in training"""
+    """decisions that are measured together; then policy and value look once more, as in training"""
     repeats: Count = 10
     """how often, to take the median of"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -23,7 +23,15 @@ from benchmarks.results import (
     references,
     save,
 )
-from benchmarks.sections import BOARDS, SAME_STEPS, SEARCH_LABEL, SECTIONS, TASKS, board_of, label_of
+from benchmarks.sections import (
+    BOARDS,
+    SAME_STEPS,
+    SEARCH_LABEL,
+    SECTIONS,
+    TASKS,
+    board_of,
+    label_of,
+)
 from benchmarks.worst_case import CO_PLAYER_SETS, draw_new_partner, draw_worst
 
 import numpy as np
@@ -118,7 +126,7 @@ def curves(axis, rows: list[dict], key: str, clock: str = "steps") -> None:
 
 def curves_over_seconds(axis, rows: list[dict], key: str) -> None:
     curves(axis, rows, key, "seconds")
-    axis.set(xlabel="seconds since the start", xscale="log")
+    axis.set(xlabel="seconds since the start")
 
 
 def late_curves(axis, rows: list[dict], key: str) -> None:
@@ -255,7 +263,7 @@ def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
 
 
 def print_time(docs: Path) -> None:
-    """Return after equal steps and after the time that the search takes for these, beside the time of a decision"""
+    """After equal steps, and after the time that the search takes for these; ms a decision"""
     rows = read(docs, "time", "_curves")
     searched = [float(row["seconds"]) for row in rows if row["run"] == SEARCH_LABEL]
     if not searched:  # --only others
@@ -263,12 +271,20 @@ def print_time(docs: Path) -> None:
     path = docs / "data" / DECISIONS
     decisions = read_csv(path) if path.exists() else []
     sizes = list(dict.fromkeys(row["games"] for row in decisions))
-    milliseconds = {(row["run"], row["games"]): f"{float(row['milliseconds']):.3g}" for row in decisions}
+    milliseconds = {}
+    for row in decisions:
+        milliseconds[row["run"], row["games"]] = f"{float(row['milliseconds']):.3g}"
+    seconds = max(searched)
     table = []
     for run in labels_in(rows):
         of_decisions = [milliseconds.get((run, games), "") for games in sizes]
-        table.append([*time_row(rows, run, max(searched)), *of_decisions])
-    header = ["run", f"return after {SAME_STEPS} steps", f"after {max(searched):.0f} s", "seconds of the whole run"]
+        table.append([*time_row(rows, run, seconds), *of_decisions])
+    header = [
+        "run",
+        f"return after {SAME_STEPS} steps",
+        f"after {seconds:.0f} s",
+        "seconds of the whole run",
+    ]
     header += [f"ms a decision, {games} game(s)" for games in sizes]
     print_table(header, table)
 

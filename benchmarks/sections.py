@@ -284,11 +284,10 @@ SEARCHES = {
 
 # ---- HOP with the values that its authors are reported to have used, on their board too
 
-# Their Q is in the game's own units, ours in units of the highest payoff, which is 5 (a stag shared by
-# two): their temperature of 2 is 10 here, their pUCT constant of 1 is 0.2.
-AUTHORS_VALUES = (
-    "--num-trees 5 --num-simulations 200 --q-temperature 10 --puct 0.2 --gamma 0.95 --memory-discount 0.995"
-)
+# Their Q is in the game's units, ours in units of the highest payoff, 5 (a stag shared by two):
+# their temperature of 2 is 10 here, their pUCT constant of 1 is 0.2.
+AUTHORS_SEARCH = "--num-trees 5 --num-simulations 200 --q-temperature 10 --puct 0.2"
+AUTHORS_VALUES = f"{AUTHORS_SEARCH} --gamma 0.95 --memory-discount 0.995"
 AUTHORS_BOARD = "--height 8 --width 8 --max-wall-pieces 5"
 HOP_BOARDS = {"4x4": "", "8x8": AUTHORS_BOARD}
 HOP_STEPS = "--num-envs 256 --total-timesteps 1000000 --log-every 3 --compile"

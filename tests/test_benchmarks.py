@@ -985,6 +985,17 @@ def test_hopplus_has_one_setting():
     assert set(seen) == {"2", "7", "8", "others", "time", *sections.HOPPLUS_TASKS}
 
 
+def test_goals_are_few_and_discrete_or_continuous():
+    labels = ("HOP+, few steps", "few, D = 8", "few, discrete goals", "few, 4 discrete goals")
+    goals = []
+    for label in labels:
+        words = sections.SECTIONS["7"].runs[label].flags.split()
+        args = hopplus_ppo.parse_args([*words, "--device", "cpu"])
+        hopplus_ppo.validate(args)
+        goals.append((args.goal_kind, args.goal_dim))
+    assert goals == [("continuous", 16), ("continuous", 8), ("discrete", 8), ("discrete", 4)]
+
+
 def test_arms_of_the_ladder_differ_in_what_they_know_alone():
     words = {arm: run.flags for arm, run in sections.arms("stays-4x4").items()}
     words.pop("HOP+")
