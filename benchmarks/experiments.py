@@ -271,10 +271,12 @@ def curve_of(lines: list[dict]) -> list[dict]:
     """Up to 40 of its lines"""
     rows = []
     for k in sorted(set(np.linspace(0, len(lines) - 1, 40).astype(int))):
-        figures = figures_of(lines[k])
+        line = lines[k]
+        figures = figures_of(line)
         kept = {key: figures.get(key, "") for key in ("return", "value_real")}
         parties = {key: x for key, x in figures.items() if key.startswith("party_")}
-        rows.append({"steps": lines[k]["steps"], **kept, **parties})
+        seconds = line.get("time/ready", 0.0) + line.get("time/training", 0.0)
+        rows.append({"steps": line["steps"], "seconds": seconds, **kept, **parties})
     return rows
 
 

@@ -19,10 +19,21 @@ from benchmarks.results import (
     plus_minus,
     print_table,
     read,
+    read_csv,
     references,
     save,
 )
-from benchmarks.sections import BOARDS, DOSES, SECTIONS, TASKS, board_of, dose_label, label_of
+from benchmarks.sections import (
+    BOARDS,
+    DOSES,
+    SAME_STEPS,
+    SEARCH_LABEL,
+    SECTIONS,
+    TASKS,
+    board_of,
+    dose_label,
+    label_of,
+)
 from benchmarks.worst_case import CO_PLAYER_SETS, draw_new_partner, draw_worst
 
 import numpy as np
@@ -37,6 +48,7 @@ TITLES = {  # of what is drawn
     "party_3": "share of games: three take the stag",
     "party_4": "share of games: four take the stag",
     "steps_to_2.8": "env steps to a return of 2.8",
+    "seconds_to_2.8": "training seconds to a return of 2.8",
     "fall": "best fifth of the run - last fifth",
     "moa_top1": "MOA, top-1",
     "moa_nll": "MOA's NLL",
@@ -46,6 +58,7 @@ TITLES = {  # of what is drawn
     "before/exact_match/1": "pretrained: exact after 1 step",
     "before/exact_match/20": "pretrained: exact after 20 steps",
 }
+DECISIONS = "decisions_gpu.csv"  # in docs/data, of benchmarks/decisions.py
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 OUTSIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of a legend
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
@@ -103,18 +116,28 @@ def points(axis, rows: list[dict], key: str) -> None:
     axis.invert_yaxis()
 
 
-def curves(axis, rows: list[dict], key: str) -> None:
+def mean_curve(rows: list[dict], run: str, key: str, clock: str) -> np.ndarray:
+    """[lines, (clock, key)], means over seeds; clock: steps or seconds"""
+    lines = {}
+    for row in rows:
+        if row["run"] == run and row.get(key):
+            lines.setdefault(int(row["steps"]), []).append((float(row[clock]), float(row[key])))
+    means = [np.mean(lines[steps], axis=0) for steps in sorted(lines)]
+    return np.reshape(means, (-1, 2))
+
+
+def curves(axis, rows: list[dict], key: str, clock: str = "steps") -> None:
     for run, number in numbered(rows).items():
-        at_steps = {}
-        for row in rows:
-            if row["run"] == run and row.get(key):
-                at_steps.setdefault(int(row["steps"]), []).append(float(row[key]))
-        steps = sorted(at_steps)
-        means = [np.mean(at_steps[s]) for s in steps]
-        axis.plot(steps, means, label=run, **line_style(number))
+        line = mean_curve(rows, run, key, clock)
+        axis.plot(line[:, 0], line[:, 1], label=run, **line_style(number))
     axis.set(xlabel="env steps", title=TITLES.get(key, key))
     many = len(numbered(rows)) > 6
     axis.legend(**OUTSIDE if many else {})
+
+
+def curves_over_seconds(axis, rows: list[dict], key: str) -> None:
+    curves(axis, rows, key, "seconds")
+    axis.set(xlabel="seconds since the start")
 
 
 def late_curves(axis, rows: list[dict], key: str) -> None:
@@ -257,6 +280,55 @@ def print_ladder(docs: Path, number: str) -> None:
     print_table(["arm", "return", *gains, "M steps to 95 % of none"], table)
 
 
+def returns_until(rows: list[dict], run: str, clock: str, limit: float) -> list[float]:
+    """Return of each seed in its last line before `limit`; clock: steps or seconds"""
+    returns = {}
+    for row in rows:
+        if row["run"] == run and row.get("return") and float(row[clock]) <= limit:
+            returns[row["seed"]] = float(row["return"])
+    return list(returns.values())
+
+
+def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
+    """Returns after SAME_STEPS and after `seconds`, and how long the run took"""
+    after_steps = returns_until(rows, run, "steps", SAME_STEPS)
+    after_time = returns_until(rows, run, "seconds", seconds)
+    whole = max(float(row["seconds"]) for row in rows if row["run"] == run)
+    cell = "not ready"
+    if after_time:
+        cell = plus_minus(interval(after_time))
+    if whole < seconds:
+        cell += ", ended"
+    return [run, plus_minus(interval(after_steps)), cell, f"{whole:.0f}"]
+
+
+def print_time(docs: Path) -> None:
+    """After equal steps, and after the time that the search takes for these; ms a decision"""
+    rows = read(docs, "time", "_curves")
+    searched = [float(row["seconds"]) for row in rows if row["run"] == SEARCH_LABEL]
+    if not searched:  # --only others
+        return
+    path = docs / "data" / DECISIONS
+    decisions = read_csv(path) if path.exists() else []
+    sizes = list(dict.fromkeys(row["games"] for row in decisions))
+    milliseconds = {}
+    for row in decisions:
+        milliseconds[row["run"], row["games"]] = f"{float(row['milliseconds']):.3g}"
+    seconds = max(searched)
+    table = []
+    for run in labels_in(rows):
+        of_decisions = [milliseconds.get((run, games), "") for games in sizes]
+        table.append([*time_row(rows, run, seconds), *of_decisions])
+    header = [
+        "run",
+        f"return after {SAME_STEPS} steps",
+        f"after {seconds:.0f} s",
+        "seconds of the whole run",
+    ]
+    header += [f"ms a decision, {games} game(s)" for games in sizes]
+    print_table(header, table)
+
+
 def print_together(docs: Path, number: str) -> None:
     """What is earned in the first games with a partner and later on; then with subgoals of other games"""
     rows = [row for row in read(docs, number, "_together") if not row["population"]]
@@ -393,6 +465,7 @@ DRAWS = {  # kind of panel: function, the table that it draws
     "points": (points, ""),
     "seats": (seats, ""),
     "curves": (curves, "_curves"),
+    "curves over seconds": (curves_over_seconds, "_curves"),
     "late curves": (late_curves, "_curves"),
     "against": (against, "_curves"),
     "adaptation": (adaptation, "_adaptation"),
@@ -441,7 +514,7 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
 def cell_of(values: list[float], count: int, key: str) -> str:
     """Mean and interval of one run; `count`: its seeds"""
     if not values:
-        return "never" if "steps_to" in key else ""
+        return "never" if "_to_" in key else ""
     mean, low, high = interval(values)
     text = f"{mean:.4g} [{low:.4g}, {high:.4g}]"
     return text if len(values) == count else f"{text} ({len(values)} of {count} seeds)"
@@ -469,6 +542,8 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
     print_parties(docs, number)
     for flag in (key for kind, key in panels if kind == "return by dose"):
         print_doses(rows, flag)
+    if number == "time":
+        print_time(docs)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(docs, number, "_curves"), key).items():
             losses = ", ".join(f"{value:.2f}" for value in values)

@@ -377,6 +377,69 @@ def dose_runs() -> dict[str, Run]:
     return runs
 
 
+# ---- HOP with the values that its authors are reported to have used, on their board too
+
+# Their Q is in the game's units, ours in units of the highest payoff, 5 (a stag shared by two):
+# their temperature of 2 is 10 here, their pUCT constant of 1 is 0.2.
+AUTHORS_SEARCH = "--num-trees 5 --num-simulations 200 --q-temperature 10 --puct 0.2"
+AUTHORS_VALUES = f"{AUTHORS_SEARCH} --gamma 0.95 --memory-discount 0.995"
+AUTHORS_BOARD = "--height 8 --width 8 --max-wall-pieces 5"
+HOP_BOARDS = {"4x4": "", "8x8": AUTHORS_BOARD}
+HOP_STEPS = "--num-envs 256 --total-timesteps 1000000 --log-every 3 --compile"
+THREE_SEEDS = "--seed 11 --num-seeds 3"  # 1 000 simulations a decision take their time
+HOP_ARMS = {  # seeds, flags
+    "HOP": (TEST_SEEDS, "--method hop"),
+    "HOP, authors' values": (THREE_SEEDS, f"--method hop {AUTHORS_VALUES}"),
+    "HOP+ MCTS": (TEST_SEEDS, ""),
+}
+
+
+def hop_runs() -> dict[str, Run]:
+    runs = {}
+    for board, board_flags in HOP_BOARDS.items():
+        for name, (seeds, flags) in HOP_ARMS.items():
+            words = f"{seeds} {HOP_STEPS} {board_flags} {flags}".split()
+            runs[label_of(name, board)] = Run(" ".join(words), MCTS)
+    return runs
+
+
+# ---- Time and return: what decides in benchmarks/decisions.py, and how long it trains here
+
+
+class Timed(NamedTuple):
+    script: str
+    flags: str  # of the method
+    training: str  # and how it is trained
+
+
+SAME_STEPS = 122_880  # 15 iterations of 256 games: every run has a line there
+# What is fast trains for longer, so that it can be compared after equal time too.
+FAST_TRAINING = "--total-timesteps 1600000 --log-every 5 --learning-rate 5e-4"
+IMAGINED_TRAINING = "--total-timesteps 310000 --log-every 1"
+SEARCHED_TRAINING = f"--total-timesteps {SAME_STEPS} --log-every 1"
+SEARCH_LABEL = "search"
+TIMED = {
+    "PPO": Timed(PPO, "--method ppo", FAST_TRAINING),
+    "PPO + subgoals": Timed(PPO, "--method ppo-omg", FAST_TRAINING),
+    "Direct-OM": Timed(PPO, "--method ppo-omg --subgoals actions", FAST_TRAINING),
+    "HOP+": Timed(PPO, "", IMAGINED_TRAINING),
+    SEARCH_LABEL: Timed(MCTS, "", SEARCHED_TRAINING),
+    "search, one step": Timed(MCTS, "--planner one-step", SEARCHED_TRAINING),
+    "search, Gumbel": Timed(MCTS, "--root gumbel", SEARCHED_TRAINING),
+    "search, infers in the tree": Timed(MCTS, "--infer-in-tree", SEARCHED_TRAINING),
+    "search, Direct-OM": Timed(MCTS, "--subgoals actions", SEARCHED_TRAINING),
+    "HOP": Timed(MCTS, "--method hop", SEARCHED_TRAINING),
+}
+
+
+def timed_runs() -> dict[str, Run]:
+    runs = {}
+    for name, method in TIMED.items():
+        words = f"{TEST_SEEDS} --num-envs 256 {method.training} {method.flags}".split()
+        runs[name] = Run(" ".join(words), method.script)
+    return runs
+
+
 SECTIONS = {
     **ladder(),
     "1": Section(
@@ -521,6 +584,7 @@ SECTIONS = {
             "PPO, few steps": Run(PPO_FEW),
             "HOP+, few steps": Run(FEW),
             "few, discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 8"),
+            "few, 4 discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 4"),
             "few, D = 8": Run(f"{FEW} --goal-dim 8"),
             "few, optimistic": Run(f"{FEW} --subgoal-selection optimistic"),
             "few, final": Run(f"{FEW} --subgoal-selection final"),
@@ -543,6 +607,21 @@ SECTIONS = {
             ("adaptation", "learned"),
             ("meeting", "3 waiting"),
             ("meeting", "3 noisy NH"),
+        ],
+    ),
+    "hop": Section(
+        "HOP as its authors ran it; 8x8 with five wall pieces",
+        hop_runs(),
+        [("bars", "return"), ("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
+    ),
+    "time": Section(
+        "Return after equal steps and after equal time",
+        timed_runs(),
+        [
+            ("curves", "return"),
+            ("curves over seconds", "return"),
+            ("bars", "steps_to_2.8"),
+            ("bars", "seconds_to_2.8"),
         ],
     ),
     # Without runs of their own, from the tables of other sections: see SUMMARIES.

@@ -103,8 +103,8 @@ def median_seconds(function, repeats: int, device) -> float:
     return statistics.median(times[3:])
 
 
-def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
-    """One iteration, its stages, and the game in it"""
+def prepare(script, flags: str, device):
+    """The script's TrainState, games and fresh networks, as a run with these flags has them"""
     args = script.parse_args([*flags.split(), "--device", device.type])
     args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
     config = script.validate(args)
@@ -114,10 +114,17 @@ def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    begun = time.perf_counter()
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     tables = [seats_table(args.seats, config.num_players)] * len(seeds)
-    state = script.make_train_state(args, tables, seeds, device)
+    return script.make_train_state(args, tables, seeds, device)
+
+
+def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
+    """One iteration, its stages, and the game in it"""
+    begun = time.perf_counter()
+    state = prepare(script, flags, device)
+    args = state.args
+    config = args.config
     env = state.games.env
     run = {}
     cycle = 1

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(hopplus_ppo.__file__).resolve().parent / "benchmarks"))
 
 import dashboard
+import decisions
 import experiments
 import peers
 import search
@@ -107,6 +108,9 @@ def test_a_case_that_does_not_exist(tmp_path):
         (speed, {"repeats": 0}, "--repeats must be >= 1, not 0"),
         (search, {"trees": (8, 0)}, "--trees must be >= 1, not 0"),
         (search, {"simulations": -1}, "--simulations must be >= 1, not -1"),
+        (decisions, {"repeats": 0}, "--repeats must be >= 1, not 0"),
+        (decisions, {"games": (8, 0)}, "--games must be >= 1, not 0"),
+        (decisions, {"only": ("HOP", "POP")}, "--only POP: the methods are PPO, PPO \\+ subgoals, Direct-OM"),
     ],
 )
 def test_wrong_numbers(program, changes, words):
@@ -117,6 +121,41 @@ def test_wrong_numbers(program, changes, words):
 def test_search_speed():
     rates = search.main(search.Args(trees=(4, 8), simulations=4, width=8, repeats=1, device="cpu"))
     assert list(rates) == ["puct/4", "puct/8", "gumbel/4", "gumbel/8"] and min(rates.values()) > 0
+
+
+SMALL_MODELS = "--pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8 --policy-hidden 16"
+
+
+def test_decisions(tmp_path, monkeypatch, capsys):
+    """Every method plays its steps in so many games; the time of a decision is their share of the median"""
+    played = []
+
+    def median_seconds(function, repeats, device):
+        transitions, outputs, _ = function()
+        played.append((tuple(transitions.reward.shape), "q" in outputs))
+        assert (repeats, device.type) == (4, "cpu")
+        return 0.012
+
+    monkeypatch.setattr(decisions, "median_seconds", median_seconds)
+    path = tmp_path / "decisions.csv"
+    changes = {"flags": SMALL_MODELS, "repeats": 4, "device": "cpu", "csv": str(path)}
+    decisions.main(decisions.Args(games=(2,), steps=1, **changes))
+    assert played == [((4, 1, 2), searches) for searches in [False] * 4 + [True] * 6]
+    lines = list(csv.DictReader(path.open()))
+    assert [line["run"] for line in lines] == list(sections.TIMED)
+    assert (lines[-1]["script"], lines[-1]["flags"]) == ("hopplus_mcts.py", "--method hop")
+    assert {line["milliseconds"] for line in lines} == {"12.0"}
+    played.clear()
+    rows = decisions.main(decisions.Args(only=("PPO",), steps=3, **changes))
+    assert played == [((4, 3, 1), False), ((4, 3, 64), False)]
+    assert [(row["run"], row["games"], row["milliseconds"]) for row in rows] == [("PPO", 1, 4.0), ("PPO", 64, 4.0)]
+    assert "PPO                             64 game(s)      4.000" in capsys.readouterr().out
+
+
+def test_a_decision_takes_time():
+    args = decisions.Args(only=("PPO", "HOP"), games=(1,), flags=SMALL_MODELS, steps=2, repeats=1, device="cpu")
+    milliseconds = [row["milliseconds"] for row in decisions.main(args)]
+    assert 0.1 < 5 * milliseconds[0] < milliseconds[1] < 10_000, "a search takes longer than a look"
 
 
 def test_all_flags_of_all_cases_are_understood(monkeypatch):
@@ -672,6 +711,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
 # Their flags are new, their tables are old.
 TO_BE_MEASURED = (*sections.TASKS, "1", "value-loss", "2", "3", "4", "parties", "dose", "7", "others", "8")
+TO_BE_MEASURED += ("hop", "time")
 
 
 def sections_with_runs():
@@ -704,6 +744,131 @@ def test_learners_are_compared_seed_by_seed(tmp_path, capsys):
     results.write(tmp_path / "data" / "section_7_adaptation_repetitions.csv", rows)
     figures.print_differences(tmp_path, "7")
     assert capsys.readouterr().out == "HOP+ learning minus PPO, mixed learning: 3 NS 1.500 ± 6.353\n"
+
+
+def test_what_is_timed_has_a_line_after_equal_steps():
+    """in docs/data too, which keeps up to 40 lines of a run"""
+    for name, run in sections.SECTIONS["time"].runs.items():
+        args = SCRIPTS[run.script].parse_args([*run.flags.split(), "--device", "cpu"])
+        steps_between = args.num_envs * args.num_steps * args.log_every
+        assert sections.SAME_STEPS % steps_between == 0, name
+        assert sections.SAME_STEPS <= args.total_timesteps <= 40 * steps_between, name
+        assert (args.seed, args.num_seeds, args.config) == (11, 5, StagHuntConfig()), name
+
+
+def write_timed(folder, decided=True):
+    """PPO ends after 9 s, the search has its steps after 40 s, HOP is then not yet ready"""
+    lines = {
+        "PPO": [(122_880, 3, 1.0), (500_000, 9, 2.5)],
+        "search": [(61_440, 30, 2.0), (122_880, 40, 2.75)],
+        "HOP": [(61_440, 50, 1.5), (122_880, 60, 2.25)],
+    }
+    curve = []
+    for run, points in lines.items():
+        for seed in (0, 1):
+            for steps, seconds, value in points:
+                curve.append(
+                    {"run": run, "seed": seed, "steps": steps, "seconds": seconds, "return": value + 0.5 * seed}
+                )
+    results.write(folder / "data/section_time_curves.csv", curve)
+    summary = [{"run": run, "seed": 0, "return": 2.0, "seconds_to_2.8": ""} for run in lines]
+    results.write(
+        folder / "data/section_time.csv", [*summary, {"run": "PPO", "seed": 1, "return": 3, "seconds_to_2.8": 5}]
+    )
+    if decided:
+        measured = [("PPO", 1, 0.25), ("PPO", 4096, 1.5), ("search", 1, 16.0)]
+        rows = [{"run": run, "games": games, "milliseconds": ms} for run, games, ms in measured]
+        results.write(folder / "data/decisions_gpu.csv", rows)
+
+
+def test_return_after_equal_steps_and_equal_time(tmp_path, capsys):
+    write_timed(tmp_path)
+    experiments.main(experiments.Args(docs=str(tmp_path), section=("time",), draw=True))
+    said = capsys.readouterr().out
+    header = "| run | return after 122880 steps | after 40 s | seconds of the whole run |"
+    assert f"{header} ms a decision, 1 game(s) | ms a decision, 4096 game(s) |" in said
+    assert "| PPO | 1.250 ± 3.177 | 2.750 ± 3.177, ended | 9 | 0.25 | 1.5 |" in said
+    assert "| search | 3.000 ± 3.177 | 3.000 ± 3.177 | 40 | 16 |  |" in said
+    assert "| HOP | 2.500 ± 3.177 | not ready | 60 |  |  |" in said
+    assert "| search | 1 | 2 [nan, nan] | never |" in said, "no seed reached 2.8, whatever it is measured in"
+    assert (tmp_path / "results/section_time.png").stat().st_size > 5000
+    (tmp_path / "data/decisions_gpu.csv").unlink()
+    experiments.main(experiments.Args(docs=str(tmp_path), section=("time",), draw=True))
+    assert f"\n{header}\n" in capsys.readouterr().out, "without the other program's table"
+
+
+def test_curves_over_time(tmp_path):
+    write_timed(tmp_path)
+    rows = results.read(tmp_path, "time", "_curves")
+    assert figures.mean_curve(rows, "PPO", "return", "seconds").tolist() == [[3, 1.25], [9, 2.75]]
+    assert figures.mean_curve(rows, "PPO", "return", "steps").tolist() == [[122_880, 1.25], [500_000, 2.75]]
+    line = {"steps": 7, "time/ready": 20.5, "time/training": 1.5, "charts/episodic_return": 2.0}
+    assert experiments.curve_of([line]) == [{"steps": 7, "seconds": 22.0, "return": 2.0, "value_real": ""}]
+
+
+def authors_args(board):
+    run = sections.SECTIONS["hop"].runs[sections.label_of("HOP, authors' values", board)]
+    return hopplus_mcts.parse_args([*run.flags.split(), "--device", "cpu"])
+
+
+def test_hop_is_run_with_both_sets_of_values():
+    """Seeds and --method aside, the runs of a board differ in the authors' values alone"""
+    runs = sections.SECTIONS["hop"].runs
+    for board in sections.HOP_BOARDS:
+        hop, authors, hopplus = (runs[sections.label_of(name, board)].flags.split() for name in sections.HOP_ARMS)
+        values = sections.AUTHORS_VALUES.split()
+        assert set(authors) - set(hop) - {"3"} == set(values) - {"5"} and set(hop) - set(hopplus) == {"--method", "hop"}
+        args = authors_args(board)
+        assert args.total_timesteps >= 1_000_000 and args.num_seeds == 3
+        assert (args.num_simulations, args.num_trees, args.search_prior) == (200, 5, 0)
+        assert (args.gamma, args.memory_discount) == (0.95, 0.995)
+    small, large = (authors_args(board).config for board in sections.HOP_BOARDS)
+    assert small == StagHuntConfig() and large == StagHuntConfig(height=8, width=8, max_wall_pieces=5)
+
+
+def test_the_authors_values_in_our_units(monkeypatch):
+    """They play exp(2 Q), select by Q + sqrt(N) P / (1 + N), and count stags and hares from 100 on"""
+    authors = authors_args("8x8")
+    names = ("q_temperature", "puct", "gamma", "memory_discount")
+    values = {name: getattr(authors, name) for name in names}
+    state = make_state(hopplus_mcts, "hop", num_simulations=8, num_trees=2, goal_dim=2, **values)
+    assert state.args.config.payoffs().keys() >= {5.0, 1.0} and max(authors.config.payoffs()) == 5.0
+    scales = []
+    plain = hopplus_mcts.root_policy
+
+    def root_policy(args, scale, tree, gumbel, num_trees):
+        scales.append(scale)
+        log_probs, played, visits, q = plain(args, scale, tree, gumbel, num_trees)
+        legal = tree.log_policy[::num_trees, 0] > -1e8
+        searched = ~tree.ended[::num_trees, 0]
+        expected = (2 * q).masked_fill(~legal, -math.inf).softmax(1)
+        torch.testing.assert_close(log_probs.exp()[searched], expected[searched])
+        assert searched.any() and q[searched].std() > 0
+        return log_probs, played, visits, q
+
+    monkeypatch.setattr(hopplus_mcts, "root_policy", root_policy)
+    play(hopplus_mcts, state)
+    assert set(scales) == {5.0}
+    generator = torch.Generator().manual_seed(1)
+    visits = torch.randint(1, 9, (500, 7), generator=generator).float()
+    q = 2 * torch.rand(500, 7, generator=generator)
+    log_policy = torch.randn(500, 7, generator=generator).log_softmax(1)
+    chosen = hopplus_mcts.select_action(authors, 5.0, visits, q * visits, log_policy, torch.zeros(500))
+    score = q + visits.sum(1, keepdim=True).sqrt() * log_policy.exp() / (1 + visits)
+    assert torch.equal(chosen, score.argmax(1))
+    takes_stag = torch.rand(50, generator=generator) < 0.8
+    history = torch.zeros(2, 4)
+    has_exited = torch.tensor([False, True, False])
+    stags = hares = 100.0
+    for stag in takes_stag.tolist():
+        action = stag_hunt_env.HUNT_STAG if stag else stag_hunt_env.HUNT_HARE
+        joint = torch.tensor([stag_hunt_env.STAY, action, stag_hunt_env.STAY])
+        history = hopplus_mcts.count_hunts(authors, joint, has_exited, history)
+        stags = 0.995 * stags + stag
+        hares = 0.995 * hares + (not stag)
+    belief = 0.5 + history[:, 2:]
+    assert belief[0].tolist() == pytest.approx([stags / (stags + hares), hares / (stags + hares)], rel=1e-5)
+    assert belief[1].tolist() == [0.5, 0.5]
 
 
 def test_losses_are_compared_at_equal_returns():
@@ -1182,7 +1347,18 @@ def test_hopplus_has_one_setting():
                 flags = set(re.findall(r"--[\w-]+", run.flags))
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
-    assert set(seen) == {"2", "7", "8", "others", "value-loss", "dose", *sections.HOPPLUS_TASKS}
+    assert set(seen) == {"2", "7", "8", "others", "value-loss", "dose", "time", *sections.HOPPLUS_TASKS}
+
+
+def test_goals_are_few_and_discrete_or_continuous():
+    labels = ("HOP+, few steps", "few, D = 8", "few, discrete goals", "few, 4 discrete goals")
+    goals = []
+    for label in labels:
+        words = sections.SECTIONS["7"].runs[label].flags.split()
+        args = hopplus_ppo.parse_args([*words, "--device", "cpu"])
+        hopplus_ppo.validate(args)
+        goals.append((args.goal_kind, args.goal_dim))
+    assert goals == [("continuous", 16), ("continuous", 8), ("discrete", 8), ("discrete", 4)]
 
 
 def test_arms_of_the_ladder_differ_in_what_they_know_alone():

@@ -16,6 +16,7 @@ import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
+from benchmarks import sections
 from evaluation import adapt, cross_play, evaluate, inspector, partners, runs, subgoals
 from stag_hunt_env import StagHuntConfig, parse
 
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmar
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
 
 import dashboard
+import decisions
 import experiments
 import game
 import peers
@@ -43,6 +45,7 @@ MODULES = {
     **{"pretrain_world_model.py": pretrain_world_model, "evaluation/evaluate.py": evaluate},
     **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "evaluation/subgoals.py": subgoals},
     "benchmarks/dashboard.py": dashboard,
+    "benchmarks/decisions.py": decisions,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
     **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru, "benchmarks/peers.py": peers},
     **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspector.py": inspector},
@@ -342,6 +345,25 @@ def test_every_line_of_code_is_known(page):
                     assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file(), line
                 else:
                     assert program in SHELL, f"{line}: nobody checks {program}"
+
+
+def test_every_training_page_launches_the_three_settings():
+    for script in (*TRAINING, "pretrain_vae.py", "pretrain_world_model.py"):
+        page = ROOT / f"docs/{script[:-3]}.md"
+        (block,) = re.findall(r"\nThree settings:\n\n```bash\n(.*?)```", page.read_text(), re.S)
+        launched = [shlex.split(line, comments=True) for line in block.splitlines()]
+        assert {tuple(words[:2]) for words in launched} == {("python", script)}
+        games = [parse_command(script, words[2:]).config for words in launched]
+        assert games == [
+            StagHuntConfig(height=4, width=4, num_hares=4, num_stags=1, max_wall_pieces=0),
+            StagHuntConfig(height=4, width=4, num_hares=4, num_stags=2, max_wall_pieces=0),
+            StagHuntConfig(height=8, width=8, num_hares=4, num_stags=1, max_wall_pieces=5),
+        ]
+
+
+def test_the_authors_values_are_one_command():
+    flags = f"--method hop {sections.AUTHORS_VALUES} {sections.AUTHORS_BOARD}"
+    assert ("hopplus_mcts.py", *flags.split()) in commands()
 
 
 def test_there_are_many_commands():
