@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hopplus_ppo
 import stag_hunt_env as game
+from benchmarks.results import read_csv
 from evaluation import evaluate, moa, runs, world_model
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, LEARNER, STAY, StagHuntConfig
 
@@ -194,7 +195,7 @@ def test_evaluate_writes_it_for_runs_with_models(method, changes, has_moa, has_w
     for title in ("MOA about", "recall", "precision"):
         below = lines[[line.startswith(title) for line in lines].index(True) + 1 :]
         assert below[0].startswith("nearest_hare") and "waiting" in below[1] + below[2], title
-    rows = list(csv.DictReader(Path(f"{start}_moa.csv").open()))
+    rows = read_csv(Path(f"{start}_moa.csv"))
     assert [(row["kind"], row["seed"]) for row in rows] == [
         (kind, seed) for kind in ("nearest_hare", "waiting") for seed in ("all", "1", "2")
     ]
@@ -202,7 +203,7 @@ def test_evaluate_writes_it_for_runs_with_models(method, changes, has_moa, has_w
         counts = [int(row["actions"]) for row in of_seeds]
         mean = np.average([float(row["NLL"]) for row in of_seeds], weights=counts)
         assert float(of_all["NLL"]) == pytest.approx(mean, rel=1e-5) and int(of_all["actions"]) == sum(counts)
-    rows = list(csv.DictReader(Path(f"{start}_moa_actions.csv").open()))
+    rows = read_csv(Path(f"{start}_moa_actions.csv"))
     assert [(row["kind"], row["action"]) for row in rows] == [
         (kind, action) for kind in ("nearest_hare", "waiting") for action in game.ACTION_NAMES
     ]
