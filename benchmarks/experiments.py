@@ -336,14 +336,19 @@ def curve_of(lines: list[dict], keys: list[str]) -> list[dict]:
     return rows
 
 
+def read_floats(path: Path) -> list[dict]:
+    """What has a point as a number, so that few of its digits are written"""
+    return [{key: float(x) if "." in x else x for key, x in row.items()} for row in read_csv(path)]
+
+
 def moa_tables(folder: Path) -> dict[str, list[dict]]:
     """What evaluate.py says about MOA: by kind of co-player and seed, and by kind and action"""
     scores = []
     for path in sorted(folder.glob("*/evaluation_*_moa.csv")):
-        scores += [row for row in read_csv(path) if row["seed"] != "all"]
+        scores += [row for row in read_floats(path) if row["seed"] != "all"]
     actions = []
     for path in sorted(folder.glob("*/evaluation_*_moa_actions.csv")):
-        actions += read_csv(path)
+        actions += read_floats(path)
     return {"_moa": scores, "_moa_actions": actions}
 
 

@@ -46,6 +46,11 @@ TITLES = {  # of what is drawn
 }
 MOA_COLUMNS = ("NLL", "NLL ceiling", "NLL Bayes", "top-1", "top-1 ceiling", "top-1 Bayes")
 ACTION_COLUMNS = ("recall", "recall ceiling", "precision", "precision ceiling")
+PRINTED_BESIDE = {  # what a table has beside what is drawn
+    "after/probe": "after/probe_majority",
+    "after/exact/1": "after/exact_own/1",
+    "after/exact/20": "after/exact_own/20",
+}
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 
@@ -465,7 +470,11 @@ def cell_of(values: list[float], count: int, key: str) -> str:
 
 
 def print_section(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
-    keys = ["return", *(key for kind, key in panels if kind == "bars")]
+    keys = ["return"]
+    for key in (key for kind, key in panels if kind == "bars"):
+        keys.append(key)
+        if key in PRINTED_BESIDE:
+            keys.append(PRINTED_BESIDE[key])
     keys = list(dict.fromkeys(keys))
     table = []
     for run in labels_in(rows):

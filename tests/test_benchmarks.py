@@ -672,7 +672,9 @@ def test_two_scripts_before_a_run(tmp_path, monkeypatch, capsys):
     assert all(0 <= float(row["after/exact/1"]) <= 1 and "after/exact_own/1" in row for row in rows)
     assert all(0 < float(row["before/top1"]) < 1 and 0 <= float(row["before/exact_match/1"]) <= 1 for row in rows)
     assert [(row["kind"], row["seed"]) for row in by_label(docs, "_moa")["two"]] == [("learner", "1"), ("learner", "2")]
+    assert all(len(row["NLL"]) < 8 for row in by_label(docs, "_moa")["two"])
     assert "| learner | two | 2 |" in said and "| learner | two | up |" in said
+    assert "| run | seeds | return | after/exact/1 | after/exact_own/1 |" in said
     assert (docs / "results/section_pretraining.png").stat().st_size > 5000
 
 
