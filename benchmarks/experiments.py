@@ -292,7 +292,8 @@ def figures_after(folder: Path) -> dict[int, dict[str, float]]:
             figures["after/probe"] = float(row["probe"])
             figures["after/probe_majority"] = float(row["majority"])
     columns = {"rule-based": "after/exact", "these seats": "after/exact_own"}
-    for path in sorted(folder.glob("*/evaluation_*_world_model.csv"), reverse=True):  # the seats of the training last
+    paths = sorted(folder.glob("*/evaluation_*_world_model.csv"))
+    for path in reversed(paths):  # learners in all seats come last, and stay
         for row in read_csv(path):
             if row["steps"] in ("1", "20") and int(row["stretches"]) > 0:
                 figures = of_seeds.setdefault(int(row["seed"]), {})
@@ -331,7 +332,8 @@ def curve_of(lines: list[dict], keys: list[str]) -> list[dict]:
     rows = []
     for k in sorted(set(np.linspace(0, len(lines) - 1, 40).astype(int))):
         figures = figures_of(lines[k])
-        row = {name: lines[k][name] for name in ("steps", "all_steps", "all_seconds") if name in lines[k]}
+        counted = [name for name in ("steps", "all_steps", "all_seconds") if name in lines[k]]
+        row = {name: lines[k][name] for name in counted}
         rows.append(row | {key: figures.get(key, "") for key in keys})
     return rows
 
@@ -355,7 +357,8 @@ def moa_tables(folder: Path) -> dict[str, list[dict]]:
 def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]:
     """name of a table -> its rows of one run"""
     adaptation_sets = [key for kind, key in section.panels if kind == "adaptation"]
-    curve_keys = ["return", "value_real", *(key for kind, key in section.panels if "curves" in kind)]
+    drawn_curves = [key for kind, key in section.panels if "curves" in kind]
+    curve_keys = list(dict.fromkeys(["return", "value_real", *drawn_curves]))
     from_the_start = any("over all" in kind for kind, _ in section.panels)
     adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
     tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_cross_play", "_together")}
@@ -376,7 +379,7 @@ def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]
         if after:
             row |= after[sorted(after)[seed]]
         tables[""].append(row)
-        tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines, list(dict.fromkeys(curve_keys)))]
+        tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines, curve_keys)]
     ends = ("", "_repetitions", "_curve")
     for sets, (name, end) in itertools.product(adaptation_sets, zip(adaptation_tables, ends, strict=True)):
         for path in folder.glob(f"*/adaptation_{sets}{end}.csv"):

@@ -263,7 +263,8 @@ def moa_confusion(axis, rows: list[dict], run: str) -> None:
             cells[f"{row['kind']}: {row['action']}"] = shares
     heat_map(axis, np.array(list(cells.values())), 0, 1)
     label_cells(axis, list(cells), actions)
-    axis.set(title=f"{run}: what was done, what was guessed", xlabel="MOA's likeliest action", ylabel="what was done")
+    axis.set_title(f"{run}: what was done, what was guessed")
+    axis.set(xlabel="MOA's likeliest action", ylabel="what was done")
 
 
 # ---- Tables
@@ -278,7 +279,10 @@ def print_moa(docs: Path, number: str) -> None:
             of_kind = [row for row in rows if row["run"] == run and row["kind"] == kind]
             if not of_kind:
                 continue
-            cells = [plus_minus(interval([float(row[key]) for row in of_kind])) for key in MOA_COLUMNS]
+            cells = []
+            for key in MOA_COLUMNS:
+                of_seeds = interval([float(row[key]) for row in of_kind])
+                cells.append(plus_minus(of_seeds))
             above = interval([float(row["NLL"]) - float(row["NLL ceiling"]) for row in of_kind])
             table.append([kind, run, str(len(of_kind)), *cells, plus_minus(above)])
     if table:
@@ -435,10 +439,15 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
 
     order = labels_in(rows)
     count = len(order)
-    lines = {"adaptation": max(map(len, scores.values())), "seats": 1.5 * count, "meeting": 8, "moa": 4 * count}
     action_rows = read(docs, number, "_moa_actions")
-    lines["moa actions"] = 2 * len(action_rows) / 7
-    lines["moa confusion"] = max((sum(row["run"] == key for row in action_rows) for _, key in panels), default=0)
+    lines = {
+        "adaptation": max(map(len, scores.values())),
+        "seats": 1.5 * count,
+        "meeting": 8,
+        "moa": 4 * count,
+        "moa actions": 2 * len(action_rows) / 7,
+        "moa confusion": 28,
+    }
     heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]

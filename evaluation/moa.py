@@ -260,10 +260,11 @@ def draw(path: Path, kinds: dict[str, Kind]) -> None:
     axes = figure.subplots(len(kinds), 4, squeeze=False, width_ratios=(1.3, 1.3, 1, 1))
     for (of_moa, of_ceiling, recall, precision), (name, kind) in zip(axes, kinds.items(), strict=True):
         draw_confusion(of_moa, name, kind.moa.confusion)
-        of_moa.set_title(f"{name}: NLL {kind.scores['NLL']:.3f} (ceiling {kind.scores['NLL ceiling']:.3f})")
+        scores = kind.scores
+        of_moa.set_title(f"{name}: NLL {scores['NLL']:.3f} (ceiling {scores['NLL ceiling']:.3f})")
         of_moa.set_xlabel("MOA's likeliest action")
         draw_confusion(of_ceiling, name, kind.ceiling.confusion)
-        of_ceiling.set_title(f"top-1 {kind.scores['top-1']:.3f} (ceiling {kind.scores['top-1 ceiling']:.3f})")
+        of_ceiling.set_title(f"top-1 {scores['top-1']:.3f} (ceiling {scores['top-1 ceiling']:.3f})")
         of_ceiling.set_xlabel("ceiling: its own likeliest action")
         draw_shares(recall, kind.moa.recall, kind.ceiling.recall)
         recall.set_title(f"{name}: recall")

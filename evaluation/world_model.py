@@ -97,6 +97,7 @@ def report(run: Run, state: Seated, table: list[str], seed: int, start: str) -> 
         for index in range(num_seeds):
             for k in range(exact.shape[1]):
                 count = int(stretches[index, k])
-                rows.append([name, run.args.seed + index, k + 1, share(float(exact[index, k]), count), count])
+                exact_share = share(float(exact[index, k]), count)
+                rows.append([name, run.args.seed + index, k + 1, exact_share, count])
     (path,) = output_paths(start)
     write_csv(path, rows)
