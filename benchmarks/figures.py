@@ -205,7 +205,7 @@ def together(axis, rows: list[dict], _: str) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-KNOWN = {"ceiling": "black", "Bayes": "grey"}  # what can be known about a co-player, and its colour
+KNOWN = {"Bayes": "grey", "ceiling": "black"}  # what can be known about a co-player, and its colour
 
 
 def moa(axis, rows: list[dict], score: str) -> None:

@@ -723,7 +723,7 @@ def test_moa_is_drawn_and_printed_a_row_for_each_kind(tmp_path, capsys):
     known = {(line.get_color(), float(line.get_xdata()[0])) for line in upright}
     assert known == {("black", 0.5), ("grey", 0.6)}, "what can be known"
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert labels == ["mixed", "self-play", "ceiling", "Bayes"]
+    assert labels == ["mixed", "self-play", "Bayes", "ceiling"]
 
 
 def test_recall_and_confusion_are_drawn_from_the_table():
