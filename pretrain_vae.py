@@ -545,6 +545,14 @@ def stack_seeds(trajectories: list[Trajectories]) -> Trajectories:
     return tree_map(lambda *x: pad_sequence(x, batch_first=True), *trajectories)
 
 
+def watched_steps(config: StagHuntConfig, acted) -> float:
+    """Env steps of the games in acted bool [S, R, T], mean over seeds; the N players of a game are
+    neighbours"""
+    missing = -acted.shape[1] % config.num_players  # of the last game
+    of_games = F.pad(acted, (0, 0, 0, missing)).unflatten(1, (-1, config.num_players))
+    return float(of_games.any(2).sum()) / len(acted)
+
+
 def first_rows(data, count: int):
     """Of each seed, [S, n, ...]"""
     return tree_map(lambda x: x[:, :count], data)
@@ -1107,6 +1115,7 @@ def main(args: Args) -> dict[str, float]:
     path = run.folders[0] / "checkpoint.pt"
     with contextlib.closing(run), game.stop_requests() as stop:
         print(f"{config.setting}, {args.goal_kind} subgoals, on {device}; run folder {run.folders[0]}", flush=True)
+        print(f"to learn from, in each seed: {watched_steps(config, data.acted):.0f} env steps")
         with tqdm(initial=epoch, total=args.epochs, unit="epoch", mininterval=1) as bar:
             while epoch < args.epochs and not stop:
                 losses = train_epoch(args, config, models, optimizer, data, epoch)

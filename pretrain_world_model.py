@@ -1035,6 +1035,8 @@ def main(args: Args) -> dict[str, float]:
     with contextlib.closing(run), game.stop_requests() as stop:
         what = f"{config.setting}, {args.wm_head} head, {len(world)} model(s), on {device}"
         print(f"{what}; run folder {run.folders[0]}", flush=True)
+        watched = sum(int(games.acted.any(2).sum()) for games, _ in collected) / len(collected)
+        print(f"to learn from, in each seed: {watched:.0f} env steps")
         with tqdm(initial=update, total=args.num_updates, unit="update", mininterval=1) as bar:
             while update < args.num_updates and not stop:
                 last = min(update + args.log_every, args.num_updates)

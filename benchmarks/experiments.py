@@ -5,6 +5,7 @@
     python benchmarks/experiments.py --section others --parallel 5    # learners to be met in 7 and 8
     python benchmarks/experiments.py --section 7 8 --parallel 4
     python benchmarks/experiments.py --section worst     # the worst case in 7 and 8
+    python benchmarks/experiments.py --section pretraining moa --parallel 1    # alone: seconds are compared
     python benchmarks/experiments.py --draw        # only tables and figures, from docs/data
     python benchmarks/experiments.py --patched one_player -- --method ppo     # with a mistake
     python benchmarks/experiments.py --patched moa_of_player_1 --script hopplus_mcts.py -- --num-seeds 5
@@ -24,6 +25,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import figures
 from benchmarks.patches import PATCHES, patched_script
 from benchmarks.results import read, read_csv, write
-from benchmarks.sections import BOARDS, GRU, SECTIONS, Run, label_of, other_runs
+from benchmarks.sections import BOARDS, GRU, SECTIONS, Run, Section, label_of, other_runs
 from stag_hunt_env import UserError, command_line, parse, refuse
 
 import numpy as np
@@ -83,6 +85,8 @@ class ExperimentArgs:
     """only these runs of the sections"""
     extra: str = ""
     """flags for all runs, for example to try the script on a CPU"""
+    extra_before: str = ""
+    """the same for what goes before a run"""
     extra_then: str = ""
     """the same for what follows a run"""
     run_dir: str = "runs/experiments"
@@ -107,7 +111,10 @@ class Args(ExperimentArgs):
 
 
 def folder_of(args: Args, run: Run) -> Path:
-    words = [run.script, run.flags, *(run.before or ()), *run.then, *run.patch, args.extra, args.extra_then]
+    before = itertools.chain(*run.before)
+    words = [run.script, run.flags, *before, *run.then, *run.patch, args.extra, args.extra_then]
+    if run.before and args.extra_before:
+        words.append(args.extra_before)
     text = " ".join(words)
     name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
     return Path(args.run_dir).resolve() / f"{name[:120]}_{zlib.crc32(text.encode()):08x}"
@@ -168,10 +175,13 @@ def make(args: Args, run: Run) -> None:
     if begun:
         flags = ["--resume", begun[0]]
     elif run.before:
-        script, script_flags, flag = run.before
-        there = folder / "before"
-        call("before", script, *script_flags.split(), *args.extra.split(), "--run-dir", str(there))
-        flags += [flag, checkpoints_in(there)[0]]
+        started = time.time()
+        for number, (script, script_flags, flag) in enumerate(run.before):
+            there = folder / f"before_{number}"
+            script_flags = [*script_flags.split(), *args.extra_before.split()]
+            call(f"before_{number}", script, *script_flags, "--run-dir", str(there))
+            flags += [flag, checkpoints_in(there)[0]]
+        (folder / "seconds_before").write_text(f"{time.time() - started:.1f}")
     script = [run.script]
     if run.patch:
         script = ["benchmarks/experiments.py", "--patched", *run.patch, "--script", run.script, "--"]
@@ -231,15 +241,72 @@ def figures_of(row: dict) -> dict[str, float]:
 
 def figures_before(folder: Path) -> list[dict[str, float]]:
     """What the pretraining of each seed found in held-out games"""
-    of_seeds = []
-    for path in sorted(folder.glob("before/*/evaluation/final.csv")):
-        of_seeds.append({row["metric"]: float(row["with history"]) for row in read_csv(path)})
-    for path in sorted(folder.glob("before/*/evaluation.csv")):  # of the world model: all seeds in one
+    of_vae = []
+    for path in sorted(folder.glob("before_*/*/evaluation/final.csv")):
+        of_vae.append({row["metric"]: float(row["with history"]) for row in read_csv(path)})
+    of_world = []
+    for path in sorted(folder.glob("before_*/*/evaluation.csv")):  # all seeds in one
         table = read_csv(path)
         seeds = [name for name in table[0] if name.startswith("seed_")]
-        of_seeds = [{row["metric"]: float(row[seed]) for row in table} for seed in seeds]
+        of_world = [{row["metric"]: float(row[seed]) for row in table} for seed in seeds]
     names = ("probe_accuracy", "top1", "nll", "exact_match/1", "exact_match/20", "obs_mse", "reward_mse")
-    return [{key: figures[key] for key in names if key in figures} for figures in of_seeds]
+    of_seeds = []
+    for vae, world in itertools.zip_longest(of_vae, of_world, fillvalue={}):
+        figures = vae | world
+        of_seeds.append({key: figures[key] for key in names if key in figures})
+    return of_seeds
+
+
+def watched_steps(flags: dict, iterations: int) -> int:
+    """Env steps of rule-based games that the models of a seed have learned from after so many iterations. flags: those
+    of a training script, as in args.json"""
+    has_world_model = flags["imagination"] or flags.get("planner", "none") != "none"
+    infers = flags["subgoals"] not in ("none", "posterior", "oracle")
+    if not has_world_model and not infers:
+        return 0
+    in_preparation = 0
+    updates = flags["pretraining_updates"]
+    world_model_learns = has_world_model and not flags["world_model_checkpoint"]
+    if updates and (world_model_learns or not flags["vae_checkpoint"]):
+        rounds = max(1, min(8, updates // 10))
+        in_preparation = rounds * flags["pretraining_games"] * flags["num_steps"]
+    beside = 0
+    if flags["offline_ratio"]:
+        rollouts = flags["replay_rollouts"] + math.ceil(iterations / flags["replay_rollouts"])
+        beside = rollouts * math.ceil(flags["num_envs"] / 2) * flags["num_steps"]
+    return in_preparation + beside
+
+
+def count_from_the_start(folder: Path, flags: dict, lines: list[dict]) -> None:
+    """Adds to each line of metrics.jsonl the steps and seconds since the very start, with those of what went before"""
+    steps_before = 0
+    for path in folder.glob("before_*.log"):
+        steps_before += int(re.search(r"in each seed: (\d+) env steps", path.read_text())[1])
+    seconds_before = 0.0
+    if (folder / "seconds_before").exists():
+        seconds_before = float((folder / "seconds_before").read_text())
+    for line in lines:
+        iterations = line["steps"] // (flags["num_envs"] * flags["num_steps"])
+        line["all_steps"] = steps_before + watched_steps(flags, iterations) + line["steps"]
+        line["all_seconds"] = seconds_before + line["time/ready"] + line["time/training"]
+
+
+def figures_after(folder: Path) -> dict[int, dict[str, float]]:
+    """seed -> what evaluate.py says about its world model, and subgoals.py about its subgoals"""
+    of_seeds = {}
+    for path in folder.glob("*/subgoals_*_seeds.csv"):
+        for row in read_csv(path):
+            figures = of_seeds.setdefault(int(row["seed"]), {})
+            figures["after/probe"] = float(row["probe"])
+            figures["after/probe_majority"] = float(row["majority"])
+    columns = {"rule-based": "after/exact", "these seats": "after/exact_own"}
+    paths = sorted(folder.glob("*/evaluation_*_world_model.csv"))
+    for path in reversed(paths):  # learners in all seats come last, and stay
+        for row in read_csv(path):
+            if row["steps"] in ("1", "20") and int(row["stretches"]) > 0:
+                figures = of_seeds.setdefault(int(row["seed"]), {})
+                figures[f"{columns[row['games']]}/{row['steps']}"] = float(row["exact"])
+    return of_seeds
 
 
 def device_of(log: str) -> str:
@@ -263,39 +330,67 @@ def summary_of(lines: list[dict]) -> dict:
         first = lines[reached[0]] if reached else {}
         row[f"steps_to_{goal}"] = first.get("steps", "")
         row[f"seconds_to_{goal}"] = first.get("time/training", "")
+        if "all_steps" in lines[0]:
+            row[f"all_steps_to_{goal}"] = first.get("all_steps", "")
+            row[f"all_seconds_to_{goal}"] = first.get("all_seconds", "")
     row |= {key: value for key, value in lines[-1].items() if key.startswith("time/")}
     return row
 
 
-def curve_of(lines: list[dict]) -> list[dict]:
+def curve_of(lines: list[dict], keys: list[str]) -> list[dict]:
     """Up to 40 of its lines"""
     rows = []
     for k in sorted(set(np.linspace(0, len(lines) - 1, 40).astype(int))):
         line = lines[k]
         figures = figures_of(line)
-        kept = {key: figures.get(key, "") for key in ("return", "value_real")}
-        parties = {key: x for key, x in figures.items() if key.startswith("party_")}
-        seconds = line.get("time/ready", 0.0) + line.get("time/training", 0.0)
-        rows.append({"steps": line["steps"], "seconds": seconds, **kept, **parties})
+        counted = [name for name in ("steps", "all_steps", "all_seconds") if name in line]
+        row = {name: line[name] for name in counted}
+        rows.append(row | {key: figures.get(key, "") for key in keys})
     return rows
 
 
-def tables_of(folder: Path, run: Run, adaptation_sets: list[str]) -> dict[str, list[dict]]:
+def read_floats(path: Path) -> list[dict]:
+    """What has a point as a number, so that few of its digits are written"""
+    return [{key: float(x) if "." in x else x for key, x in row.items()} for row in read_csv(path)]
+
+
+def moa_tables(folder: Path) -> dict[str, list[dict]]:
+    """What evaluate.py says about MOA: by kind of co-player and seed, and by kind and action"""
+    scores = []
+    for path in sorted(folder.glob("*/evaluation_*_moa.csv")):
+        scores += [row for row in read_floats(path) if row["seed"] != "all"]
+    actions = []
+    for path in sorted(folder.glob("*/evaluation_*_moa_actions.csv")):
+        actions += read_floats(path)
+    return {"_moa": scores, "_moa_actions": actions}
+
+
+def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]:
     """name of a table -> its rows of one run"""
+    adaptation_sets = [key for kind, key in section.panels if kind == "adaptation"]
+    drawn_curves = [key for kind, key in section.panels if "curves" in kind]
+    curve_keys = list(dict.fromkeys(["return", "value_real", *drawn_curves]))
+    from_the_start = any("over all" in kind for kind, _ in section.panels)
     adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
     tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_cross_play", "_together")}
     before = figures_before(folder)
+    after = figures_after(folder)
     device = device_of((folder / "train.log").read_text())
     for seed, path in enumerate(sorted(glob.glob(f"{folder}/*/metrics.jsonl"))):
         lines = read_lines(Path(path))
         if not lines:
             continue
+        if from_the_start:
+            script_flags = json.loads((Path(path).parent / "args.json").read_text())
+            count_from_the_start(folder, script_flags, lines)
         flags = f"{run.script} {run.flags}"
         row = {"seed": seed, "device": device, "flags": flags, **summary_of(lines)}
         if before:
             row |= {f"before/{key}": value for key, value in before[seed].items()}
+        if after:
+            row |= after[sorted(after)[seed]]
         tables[""].append(row)
-        tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines)]
+        tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines, curve_keys)]
     ends = ("", "_repetitions", "_curve")
     for sets, (name, end) in itertools.product(adaptation_sets, zip(adaptation_tables, ends, strict=True)):
         for path in folder.glob(f"*/adaptation_{sets}{end}.csv"):
@@ -305,6 +400,8 @@ def tables_of(folder: Path, run: Run, adaptation_sets: list[str]) -> dict[str, l
     for path in folder.glob("*/partners*.csv"):
         population = path.stem.removeprefix("partners").lstrip("_")
         tables["_together"] += [{"population": population, **row} for row in read_csv(path)]
+    if any(kind.startswith("moa") for kind, _ in section.panels):
+        tables |= moa_tables(folder)
     for path in folder.glob("*/cross_play.csv"):
         for focal, row in enumerate(read_csv(path)):
             _, *returns = row.values()
@@ -317,13 +414,12 @@ def collect(args: Args, number: str) -> None:
     """docs/data/section_NUMBER*.csv from the folders of the runs"""
     section = SECTIONS[number]
     labels = list(section.runs)
-    adaptation_sets = [key for kind, key in section.panels if kind == "adaptation"]
     tables = {}
     for label, run in section.runs.items():
         folder = folder_of(args, run)
         if not (folder / "seconds").exists():  # not trained to the end
             continue
-        for name, rows in tables_of(folder, run, adaptation_sets).items():
+        for name, rows in tables_of(folder, run, section).items():
             tables.setdefault(name, []).extend({"run": label, **row} for row in rows)
     for name, rows in tables.items():
         fresh = {row["run"] for row in rows}
@@ -351,6 +447,8 @@ def print_list() -> None:
         print(f"{number}. {section.title}")
         for label, run in section.runs.items():
             patch = f" [{', '.join(run.patch)}]" if run.patch else ""
+            for script, flags, flag in run.before:
+                print(f"         before, for {flag}: {script} {flags}")
             print(f"     {label}: {run.script} {run.flags}{patch}")
             for command in run.then:
                 print(f"         then {command}")

@@ -48,7 +48,6 @@ TITLES = {  # of what is drawn
     "party_3": "share of games: three take the stag",
     "party_4": "share of games: four take the stag",
     "steps_to_2.8": "env steps to a return of 2.8",
-    "seconds_to_2.8": "training seconds to a return of 2.8",
     "fall": "best fifth of the run - last fifth",
     "moa_top1": "MOA, top-1",
     "moa_nll": "MOA's NLL",
@@ -57,6 +56,18 @@ TITLES = {  # of what is drawn
     "before/top1": "pretrained: MOA, top-1",
     "before/exact_match/1": "pretrained: exact after 1 step",
     "before/exact_match/20": "pretrained: exact after 20 steps",
+    "all_steps_to_2.8": "all env steps to a return of 2.8",
+    "all_seconds_to_2.8": "seconds from the start to a return of 2.8",
+    "after/probe": "probe of subgoals: which prey?",
+    "after/exact/1": "world model, exact after 1 step",
+    "after/exact/20": "world model, exact after 20 steps",
+}
+MOA_COLUMNS = ("NLL", "NLL ceiling", "NLL Bayes", "top-1", "top-1 ceiling", "top-1 Bayes")
+ACTION_COLUMNS = ("recall", "recall ceiling", "precision", "precision ceiling")
+PRINTED_BESIDE = {  # what a table has beside what is drawn
+    "after/probe": "after/probe_majority",
+    "after/exact/1": "after/exact_own/1",
+    "after/exact/20": "after/exact_own/20",
 }
 DECISIONS = "decisions_gpu.csv"  # in docs/data, of benchmarks/decisions.py
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
@@ -117,7 +128,7 @@ def points(axis, rows: list[dict], key: str) -> None:
 
 
 def mean_curve(rows: list[dict], run: str, key: str, clock: str) -> np.ndarray:
-    """[lines, (clock, key)], means over seeds; clock: steps or seconds"""
+    """[lines, (clock, key)], means over seeds; clock: steps, all_steps or all_seconds"""
     lines = {}
     for row in rows:
         if row["run"] == run and row.get(key):
@@ -126,18 +137,21 @@ def mean_curve(rows: list[dict], run: str, key: str, clock: str) -> np.ndarray:
     return np.reshape(means, (-1, 2))
 
 
-def curves(axis, rows: list[dict], key: str, clock: str = "steps") -> None:
+def curves(axis, rows: list[dict], key: str, clock: str = "steps", xlabel: str = "env steps") -> None:
     for run, number in numbered(rows).items():
         line = mean_curve(rows, run, key, clock)
         axis.plot(line[:, 0], line[:, 1], label=run, **line_style(number))
-    axis.set(xlabel="env steps", title=TITLES.get(key, key))
+    axis.set(xlabel=xlabel, title=TITLES.get(key, key))
     many = len(numbered(rows)) > 6
     axis.legend(**OUTSIDE if many else {})
 
 
-def curves_over_seconds(axis, rows: list[dict], key: str) -> None:
-    curves(axis, rows, key, "seconds")
-    axis.set(xlabel="seconds since the start")
+def curves_over_all_steps(axis, rows: list[dict], key: str) -> None:
+    curves(axis, rows, key, "all_steps", "env steps, those of watched games too")
+
+
+def curves_over_all_seconds(axis, rows: list[dict], key: str) -> None:
+    curves(axis, rows, key, "all_seconds", "seconds from the start, preparation too")
 
 
 def late_curves(axis, rows: list[dict], key: str) -> None:
@@ -245,7 +259,98 @@ def together(axis, rows: list[dict], _: str) -> None:
     axis.legend(**OUTSIDE)
 
 
+KNOWN = {"Bayes": "grey", "ceiling": "black"}  # what can be known about a co-player, and its colour
+
+
+def moa(axis, rows: list[dict], score: str) -> None:
+    """MOA's NLL or top-1, a row for each kind of co-player; what can be known as upright lines"""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    runs = numbered(rows)
+    for place, (run, number) in enumerate(runs.items()):
+        for y, kind in enumerate(kinds):
+            of_kind = [row for row in rows if row["run"] == run and row["kind"] == kind]
+            if not of_kind:
+                continue
+            height = y + 0.8 * (place + 0.5) / len(runs) - 0.4
+            mean, low, high = interval([float(row[score]) for row in of_kind])
+            spread = [[mean - low], [high - mean]]
+            axis.errorbar(mean, height, xerr=spread, color=f"C{number}", fmt="o", capsize=3)
+            for name, colour in KNOWN.items():
+                known = np.mean([float(row[f"{score} {name}"]) for row in of_kind])
+                axis.plot(known, height, "|", color=colour, markersize=10, markeredgewidth=2)
+    for run, number in runs.items():
+        axis.plot([], [], "o", color=f"C{number}", label=run)
+    for name, colour in KNOWN.items():
+        axis.plot([], [], "|", color=colour, markeredgewidth=2, label=name)
+    axis.set(title=f"MOA's {score} by co-player", xlabel=score, ylabel="co-player")
+    axis.set_yticks(range(len(kinds)), kinds)
+    axis.invert_yaxis()
+    axis.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
+
+
+def label_cells(axis, rows: list[str], columns: list[str]) -> None:
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right")
+
+
+def moa_actions(axis, rows: list[dict], figure: str) -> None:
+    """Recall or precision of each action; below MOA's what the co-player's own probabilities give"""
+    actions = list(dict.fromkeys(row["action"] for row in rows))
+    cells = {}
+    for row in sorted(rows, key=lambda row: row["kind"]):
+        label = f"{row['kind']}: {row['run']}"
+        cells.setdefault(label, {})[row["action"]] = float(row[figure])
+        cells.setdefault(f"{label}, ceiling", {})[row["action"]] = float(row[f"{figure} ceiling"])
+    table = np.array([[of_actions[action] for action in actions] for of_actions in cells.values()])
+    heat_map(axis, table, 0, 1)
+    label_cells(axis, list(cells), actions)
+    axis.set(title=f"{figure} of each action", xlabel="action", ylabel="co-player: run")
+
+
+def moa_confusion(axis, rows: list[dict], run: str) -> None:
+    """In each row, the shares of what MOA guessed when this was done"""
+    actions = list(dict.fromkeys(row["action"] for row in rows))
+    cells = {}
+    for row in rows:
+        if row["run"] == run and int(row["times"]) > 0:
+            shares = [float(row[f"guessed {action}"]) / int(row["times"]) for action in actions]
+            cells[f"{row['kind']}: {row['action']}"] = shares
+    heat_map(axis, np.array(list(cells.values())), 0, 1)
+    label_cells(axis, list(cells), actions)
+    axis.set_title(f"{run}: what was done, what was guessed")
+    axis.set(xlabel="MOA's likeliest action", ylabel="what was done")
+
+
 # ---- Tables
+
+
+def print_moa(docs: Path, number: str) -> None:
+    """A row for each kind of co-player and run"""
+    rows = read(docs, number, "_moa")
+    table = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for run in labels_in(rows):
+            of_kind = [row for row in rows if row["run"] == run and row["kind"] == kind]
+            if not of_kind:
+                continue
+            cells = []
+            for key in MOA_COLUMNS:
+                of_seeds = interval([float(row[key]) for row in of_kind])
+                cells.append(plus_minus(of_seeds))
+            above = interval([float(row["NLL"]) - float(row["NLL ceiling"]) for row in of_kind])
+            table.append([kind, run, str(len(of_kind)), *cells, plus_minus(above)])
+    if table:
+        print_table(["co-player", "run", "seeds", *MOA_COLUMNS, "NLL above the ceiling"], table)
+
+
+def print_moa_actions(docs: Path, number: str) -> None:
+    table = []
+    for row in read(docs, number, "_moa_actions"):
+        if int(row["times"]) > 0:
+            figures = [f"{float(row[key]):.3f}".replace("nan", "-") for key in ACTION_COLUMNS]
+            table.append([row["kind"], row["run"], row["action"], row["times"], *figures])
+    if table:
+        print_table(["co-player", "run", "action", "times", *ACTION_COLUMNS], table)
 
 
 def steps_to(rows: list[dict], run: str, goal: float) -> list[float]:
@@ -281,7 +386,7 @@ def print_ladder(docs: Path, number: str) -> None:
 
 
 def returns_until(rows: list[dict], run: str, clock: str, limit: float) -> list[float]:
-    """Return of each seed in its last line before `limit`; clock: steps or seconds"""
+    """Return of each seed in its last line before `limit`; clock: steps or all_seconds"""
     returns = {}
     for row in rows:
         if row["run"] == run and row.get("return") and float(row[clock]) <= limit:
@@ -292,8 +397,8 @@ def returns_until(rows: list[dict], run: str, clock: str, limit: float) -> list[
 def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
     """Returns after SAME_STEPS and after `seconds`, and how long the run took"""
     after_steps = returns_until(rows, run, "steps", SAME_STEPS)
-    after_time = returns_until(rows, run, "seconds", seconds)
-    whole = max(float(row["seconds"]) for row in rows if row["run"] == run)
+    after_time = returns_until(rows, run, "all_seconds", seconds)
+    whole = max(float(row["all_seconds"]) for row in rows if row["run"] == run)
     cell = "not ready"
     if after_time:
         cell = plus_minus(interval(after_time))
@@ -305,7 +410,7 @@ def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
 def print_time(docs: Path) -> None:
     """After equal steps, and after the time that the search takes for these; ms a decision"""
     rows = read(docs, "time", "_curves")
-    searched = [float(row["seconds"]) for row in rows if row["run"] == SEARCH_LABEL]
+    searched = [float(row["all_seconds"]) for row in rows if row["run"] == SEARCH_LABEL]
     if not searched:  # --only others
         return
     path = docs / "data" / DECISIONS
@@ -465,9 +570,13 @@ DRAWS = {  # kind of panel: function, the table that it draws
     "points": (points, ""),
     "seats": (seats, ""),
     "curves": (curves, "_curves"),
-    "curves over seconds": (curves_over_seconds, "_curves"),
     "late curves": (late_curves, "_curves"),
+    "curves over all steps": (curves_over_all_steps, "_curves"),
+    "curves over all seconds": (curves_over_all_seconds, "_curves"),
     "against": (against, "_curves"),
+    "moa": (moa, "_moa"),
+    "moa actions": (moa_actions, "_moa_actions"),
+    "moa confusion": (moa_confusion, "_moa_actions"),
     "adaptation": (adaptation, "_adaptation"),
     "meeting": (meeting, "_adaptation_curves"),
     "together": (together, "_together"),
@@ -480,6 +589,8 @@ def has_data(kind: str, key: str, source: list[dict], scores: dict) -> bool:
     """Not every table has what a panel draws"""
     if kind == "adaptation":
         return bool(scores[key])
+    if kind == "moa confusion":
+        return key in labels_in(source)
     needed = {"bars": key, "seats": f"{key}_3"}.get(kind)
     return bool(source) and (needed is None or bool(by_run(source, needed)))
 
@@ -489,7 +600,15 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
 
     order = labels_in(rows)
     count = len(order)
-    lines = {"adaptation": max(map(len, scores.values())), "seats": 1.5 * count, "meeting": 8}
+    action_rows = read(docs, number, "_moa_actions")
+    lines = {
+        "adaptation": max(map(len, scores.values())),
+        "seats": 1.5 * count,
+        "meeting": 8,
+        "moa": 4 * count,
+        "moa actions": 2 * len(action_rows) / 7,
+        "moa confusion": 28,
+    }
     heights = [max(3.6, 1.6 + 0.22 * lines.get(kind, count)) for kind, _ in panels]
     columns = {4: 2, 8: 4}.get(len(panels), min(3, len(panels)))
     heights = [max(heights[k : k + columns]) for k in range(0, len(heights), columns)]
@@ -521,7 +640,11 @@ def cell_of(values: list[float], count: int, key: str) -> str:
 
 
 def print_section(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
-    keys = ["return", *(key for kind, key in panels if kind == "bars")]
+    keys = ["return"]
+    for key in (key for kind, key in panels if kind == "bars"):
+        keys.append(key)
+        if key in PRINTED_BESIDE:
+            keys.append(PRINTED_BESIDE[key])
     keys = list(dict.fromkeys(keys))
     table = []
     for run in labels_in(rows):
@@ -544,6 +667,8 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
         print_doses(rows, flag)
     if number == "time":
         print_time(docs)
+    print_moa(docs, number)
+    print_moa_actions(docs, number)
     for key in (key for kind, key in panels if kind == "against"):
         for run, values in by_return(read(docs, number, "_curves"), key).items():
             losses = ", ".join(f"{value:.2f}" for value in values)
@@ -570,7 +695,7 @@ def draw(docs: Path, number: str) -> None:
         print(f"section {number}: no data yet")
         return
     met = read(docs, number, "_adaptation")
-    of_references = references(docs)
+    of_references = references(docs, SECTIONS[number].references)
     scores = {sets: normalised(met, of_references, sets) for sets in CO_PLAYER_SETS}
     panels = []
     for kind, key in SECTIONS[number].panels:

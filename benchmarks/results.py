@@ -117,9 +117,9 @@ GAMES = {
 BAYES = "Bayes hunter"
 
 
-def references(docs: Path) -> dict[tuple[str, str], tuple[float, float]]:
-    """board, co-players -> what a random player and a best response earn"""
-    rows = [row for number in ("7", "8") for row in read(docs, number, "_adaptation")]
+def references(docs: Path, numbers: tuple[str, ...] = ("7", "8")) -> dict[tuple[str, str], tuple[float, float]]:
+    """board, co-players -> what a random player and a best response earn, from these sections"""
+    rows = [row for number in numbers for row in read(docs, number, "_adaptation")]
     return reference_returns(rows)
 
 

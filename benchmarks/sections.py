@@ -16,7 +16,7 @@ class Run:
     flags: str
     script: str = PPO
     then: tuple[str, ...] = ()  # commands for its checkpoints, see `resolve`
-    before: tuple[str, str, str] | None = None  # script, flags, and the flag that takes its checkpoint
+    before: tuple[tuple[str, str, str], ...] = ()  # script, flags, and the flag that takes its checkpoint
     patch: tuple[str, ...] = ()  # edits of the script, see PATCHES
     keep: bool = False  # the checkpoints stay, for what follows other runs
 
@@ -33,6 +33,7 @@ class Section(NamedTuple):
     title: str
     runs: dict[str, Run]
     panels: list[tuple[str, str]]  # kind, key
+    references: tuple[str, ...] = ("7", "8")  # sections whose random players and best responses are 0 and 1
 
 
 # ---- Learners that meet others: sections 7, 8 and worst
@@ -250,12 +251,12 @@ def ladder() -> dict[str, Section]:
 # ---- The other questions
 
 
-def vae(loss: str) -> tuple[str, str, str]:
-    return "pretrain_vae.py", f"--num-seeds 5 --loss {loss}", "--vae-checkpoint"
+def vae(flags: str) -> tuple[str, str, str]:
+    return "pretrain_vae.py", flags, "--vae-checkpoint"
 
 
 def world(flags: str) -> tuple[str, str, str]:
-    return "pretrain_world_model.py", f"--num-seeds 5 {flags}", "--world-model-checkpoint"
+    return "pretrain_world_model.py", flags, "--world-model-checkpoint"
 
 
 SEEDS5 = "--num-seeds 5 --log-every 2"
@@ -282,6 +283,24 @@ SEARCHES = {
     "HOP, search prior 1": Run(f"{SEARCH} --method hop-ours --search-prior 1", MCTS, then=(SEARCH_ADAPT,)),
 }
 
+# ---- What the models know: sections moa, pretraining and walls
+
+EVALUATE = "evaluation/evaluate.py RUN"
+EVALUATE_MIXED = f"{EVALUATE} {MIXED}"
+PROBE = "evaluation/subgoals.py RUN"
+MODELS = (EVALUATE, EVALUATE_MIXED, PROBE)
+UNPREPARED = "--pretraining-updates 0"
+ALONE = f"{TEST_SEEDS} --log-every 5 --total-timesteps 1000000 {MIXED} --redraw never"
+ONLINE = f"{TEST_SEEDS} --log-every 2 --total-timesteps 600000"
+PREPARED_BEFORE = (vae(TEST_SEEDS), world(TEST_SEEDS))
+PREPARATIONS = {
+    "nothing watched": Run(f"{ONLINE} {UNPREPARED} --offline-ratio 0", then=MODELS),
+    "no preparation": Run(f"{ONLINE} {UNPREPARED}", then=MODELS),
+    "preparation (default)": Run(ONLINE, then=MODELS),
+    "pretraining scripts": Run(f"{ONLINE} {UNPREPARED}", then=MODELS, before=PREPARED_BEFORE),
+}
+WALLS = f"{TEST_SEEDS} {LARGE} --max-wall-pieces 5"
+PPO_WALLS = f"{WALLS} --log-every 5 --num-envs 1024 --method ppo"
 
 # ---- The value loss: an earlier implementation's mistakes
 
@@ -492,7 +511,10 @@ SECTIONS = {
     ),
     "3": Section(
         "VAE: reconstruction or action loss?",
-        {loss: Run(SUBGOALS, then=(ADAPT,), before=vae(loss)) for loss in ("recon", "moa", "both")},
+        {
+            loss: Run(SUBGOALS, then=(ADAPT,), before=(vae(f"--num-seeds 5 --loss {loss}"),))
+            for loss in ("recon", "moa", "both")
+        },
         [
             ("bars", "before/probe_accuracy"),
             ("bars", "before/top1"),
@@ -503,13 +525,13 @@ SECTIONS = {
     "4": Section(
         "Can the world model be trusted?",
         {
-            "pixel": Run(INSIDE, before=world("--wm-head pixel"), patch=("pixel",)),
+            "pixel": Run(INSIDE, before=(world("--num-seeds 5 --wm-head pixel"),), patch=("pixel",)),
             "pixel, weighted": Run(
                 INSIDE,
-                before=world("--wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1"),
+                before=(world("--num-seeds 5 --wm-head pixel --wm-channel-weights 2 2 2 2 1 1 1"),),
                 patch=("pixel_weighted",),
             ),
-            "structured": Run(INSIDE, before=world("")),
+            "structured": Run(INSIDE, before=(world("--num-seeds 5"),)),
         },
         [
             ("bars", "before/exact_match/1"),
@@ -619,10 +641,63 @@ SECTIONS = {
         timed_runs(),
         [
             ("curves", "return"),
-            ("curves over seconds", "return"),
+            ("curves over all seconds", "return"),
             ("bars", "steps_to_2.8"),
-            ("bars", "seconds_to_2.8"),
+            ("bars", "all_seconds_to_2.8"),
         ],
+    ),
+    "moa": Section(
+        "How well does MOA predict each kind of co-player?",
+        {
+            "mixed": Run(ALONE, then=(EVALUATE,)),
+            "mixed, no pretraining": Run(f"{ALONE} {UNPREPARED}", then=(EVALUATE,)),
+            "self-play": PREPARATIONS["preparation (default)"],
+            "self-play, no pretraining": PREPARATIONS["no preparation"],
+        },
+        [
+            ("moa", "NLL"),
+            ("moa actions", "recall"),
+            ("moa confusion", "mixed"),
+            ("moa", "top-1"),
+            ("moa actions", "precision"),
+            ("moa confusion", "mixed, no pretraining"),
+        ],
+    ),
+    "pretraining": Section(
+        "Does pretraining pay?",
+        PREPARATIONS,
+        [
+            ("curves over all steps", "return"),
+            ("curves over all seconds", "return"),
+            ("curves over all steps", "moa_gap"),
+            ("bars", "all_steps_to_2.8"),
+            ("bars", "all_seconds_to_2.8"),
+            ("bars", "after/probe"),
+        ],
+    ),
+    "walls": Section(
+        "Four players, 8x8, up to five wall pieces",
+        {
+            "PPO": Run(f"{PPO_WALLS} --total-timesteps 4000000", then=(EVALUATE, BEST)),
+            "PPO, learning rate 1e-4": Run(
+                f"{PPO_WALLS} --total-timesteps 8000000 --learning-rate 1e-4",
+                then=(EVALUATE, ADAPT),
+            ),
+            "HOP+": Run(f"{WALLS} --log-every 5 --total-timesteps 2000000", then=(*MODELS, ADAPT)),
+            "HOP+ MCTS": Run(f"{WALLS} --log-every 2 --total-timesteps 240000", MCTS, then=(*MODELS, SEARCH_ADAPT)),
+        },
+        [
+            ("bars", "return"),
+            ("curves", "return"),
+            ("bars", "steps_to_2.8"),
+            ("bars", "after/exact/1"),
+            ("bars", "after/exact/20"),
+            ("bars", "after/probe"),
+            ("moa", "NLL"),
+            ("moa", "top-1"),
+            ("adaptation", "standard"),
+        ],
+        references=("walls",),
     ),
     # Without runs of their own, from the tables of other sections: see SUMMARIES.
     "worst": Section("The worst case, from sections 7 and 8", {}, []),

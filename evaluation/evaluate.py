@@ -1,5 +1,5 @@
-"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, how well their MOA predicts, and a GIF of
-three games.
+"""Frozen learners of a checkpoint, in any seats: what they earn and hunt, how well their MOA and their world model
+predict, and a GIF of three games.
 
     python evaluation/evaluate.py runs/RUN                                   # in the seats of the training
     python evaluation/evaluate.py runs/RUN --seats learner,nearest_stag,nearest_hare,random
@@ -7,8 +7,9 @@ three games.
     python evaluation/evaluate.py runs/RUN --script my_copy.py -- --planner mcts   # an edited copy, flags of its own
 
 RUN is the run folder of any seed, or a checkpoint. What follows `--` are flags of the script, on top of the
-checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`, and `_moa.csv` and `_moa.png` if the run has a
-MOA; who searches has the planner in the name.
+checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; `_moa.csv`, `_moa_actions.csv` and `_moa.png`
+if the run has a MOA (see moa.py), `_world_model.csv` if it has a world model (see world_model.py). Who searches has the
+planner in the name.
 
 All tools of this folder load the script that made the checkpoint, or an edited copy of it. What a copy must keep stands
 in `NEEDS`, a tuple in `runs.py` for all tools and one in each tool that calls more.
@@ -21,12 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
-from evaluation import inspector, moa, runs
+from evaluation import inspector, moa, runs, world_model
 from evaluation.runs import Run, RunFlags
 
 import tyro
 
-NEEDS = moa.NEEDS
+NEEDS = moa.NEEDS + world_model.NEEDS
 
 
 @dataclasses.dataclass
@@ -84,7 +85,9 @@ def main(args: Args) -> dict[str, float]:
     page = run.path.parent / f"inspect_{name}.html"
     outputs = [f"{title}.csv", f"{title}.gif"]
     if "moa" in run.networks:
-        outputs += [f"{title}_moa.csv", f"{title}_moa.png"]
+        outputs += moa.output_paths(title)
+    if "world" in run.networks:
+        outputs += world_model.output_paths(title)
     if args.inspect:
         outputs.append(page)
     runs.check_writable(*outputs)
@@ -131,11 +134,17 @@ def main(args: Args) -> dict[str, float]:
     film(run, state, Path(f"{title}.gif"))
     changes["imagination"] = run.args.imagination and "world" in run.networks  # it has a MOA for this, too
     state = runs.seat_learners(run, tables, args.seed, index, num_envs=moa.PLACES, **changes)
+    written = [f"{title}.csv", f"{title}.gif"]
     if state.networks.moa is not None:
         moa.report(run, state, title)
+        written += moa.output_paths(title)
+    if state.networks.world is not None:
+        world_model.report(run, state, table, args.seed, title)
+        written += world_model.output_paths(title)
     if args.inspect:
+        written.append(page)
         inspector.write_page(page, inspector.inspect_run(run, args.seats, seed=args.seed))
-    for path in outputs:
+    for path in written:
         print(f"wrote {path}")
     of_seats = {f"return/player_{i}": means[f"seat {i}"] for i in range(len(table))}
     return {**of_seats, "return/learners": means["team"]}

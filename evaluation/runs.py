@@ -263,6 +263,13 @@ def seat_learners(run: Run, tables: list[list[str]], seed: int, index: list[int]
     return Seated(args, games, networks)
 
 
+def learner_seeds(run: Run, state: Seated) -> torch.Tensor:
+    """int64 [M]: the training seed of each learner"""
+    seats = state.games.seats
+    learners_each = seats.num_learners // seats.num_blocks
+    return run.args.seed + torch.arange(seats.num_learners, device=run.device) // learners_each
+
+
 # ---- Learning
 
 

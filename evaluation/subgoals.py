@@ -3,12 +3,13 @@
     python evaluation/subgoals.py runs/RUN
     python evaluation/subgoals.py runs/RUN --seats learner,mixed,mixed,mixed
 
-A linear probe of g_j, fitted to every other place of games, says which prey co-player j will take in this game (stag,
-hare, nothing); beside it stands what always naming the most frequent prey would score. The hit ratio, after OMG: how
-often j later stands on the cell on which f_psi's decoder puts it, given g_j. With one learner among rule-based players
-both have a ceiling, what the exact posterior knows: games are played on many times with co-players drawn from it, and
-the prey and the cell that come most often are named. Beside the checkpoint: `subgoals_<seats>.csv`, accuracy by step of
-the game, and `.png`. What follows `--` are flags of the script.
+A linear probe of g_j, one for each seed, fitted to every other place of games, says which prey co-player j will take in
+this game (stag, hare, nothing); beside it stands what always naming the most frequent prey would score. The hit ratio,
+after OMG: how often j later stands on the cell on which f_psi's decoder puts it, given g_j. With one learner among
+rule-based players both have a ceiling, what the exact posterior knows: games are played on many times with co-players
+drawn from it, and the prey and the cell that come most often are named. Beside the checkpoint: `subgoals_<seats>.csv`,
+accuracy by step of the game, `_seeds.csv`, accuracy of each seed, and `.png`. What follows `--` are flags of the
+script.
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
 
 def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
     """GAMES_EACH games in each place, after the first -> subgoals [n, D], prey taken [n], step of
-    the game [n], place [n]"""
+    the game [n], place [n], seed of the learner [n]"""
     config = run.args.config
     transitions, outputs, _ = play(run, state, 4 * config.final_time)
     taken, _, number = prey_taken(run, transitions)
@@ -94,7 +95,8 @@ def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
     place = torch.arange(done.shape[2], device=done.device).view(1, 1, -1, 1).expand_as(taken)
     goals = outputs["goals"].float().unflatten(3, (taken.shape[3], -1))
     clock = transitions.time.long()[..., None].expand_as(taken)
-    return tuple(x[counts].cpu() for x in (goals, taken, clock, place))
+    seed = runs.learner_seeds(run, state).view(-1, 1, 1, 1).expand_as(taken)
+    return tuple(x[counts].cpu() for x in (goals, taken, clock, place, seed))
 
 
 def fit_probe(goals, taken):
@@ -106,6 +108,24 @@ def fit_probe(goals, taken):
 
     weights = torch.linalg.pinv(inputs(goals)) @ F.one_hot(taken, len(PREY)).double()
     return lambda goals: (inputs(goals) @ weights).argmax(1)
+
+
+def fit_probes(goals, taken, seed):
+    """Subgoals of another seed mean something else: each seed has a probe. -> a function: subgoals [n, D], seeds [n]
+    -> which prey [n]"""
+    probes = {}
+    for number in seed.unique().tolist():
+        of_seed = seed == number
+        probes[number] = fit_probe(goals[of_seed], taken[of_seed])
+
+    def probe(goals, seed):
+        prey = torch.zeros(len(goals), dtype=torch.int64)
+        for number, probe_of_seed in probes.items():
+            of_seed = seed == number
+            prey[of_seed] = probe_of_seed(goals[of_seed])
+        return prey
+
+    return probe
 
 
 def rest_of_game(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
@@ -151,7 +171,9 @@ def ceilings(args: Args, state: Seated, table: list[str], make, probe) -> dict[s
         drawn = F.one_hot(drawn, len(PREY)).unflatten(1, (-1, args.copies))
         likely = drawn.sum(2).argmax(3)  # [M, E, K]
         spot = drawn_later.unflatten(1, (-1, args.copies)).sum(2).argmax(3, keepdim=True)
-        right["probe"].append(probe(goals[present].cpu()) == taken[present].cpu())
+        seed = runs.learner_seeds(run, state).view(-1, 1, 1).expand_as(present)
+        prey = probe(goals[present].cpu(), seed[present].cpu())
+        right["probe"].append(prey == taken[present].cpu())
         right["probe, ceiling"].append((likely == taken)[present].cpu())
         right["hit ratio, ceiling"].append(later.gather(3, spot)[..., 0][present].cpu())
         if run.args.subgoals == "inferred":
@@ -159,6 +181,17 @@ def ceilings(args: Args, state: Seated, table: list[str], make, probe) -> dict[s
             shown = planes[..., : later.shape[3]].argmax(2).view(*present.shape, 1)
             right["hit ratio"].append(later.gather(3, shown)[..., 0][present].cpu())
     return {name: float(torch.cat(x).double().mean()) for name, x in right.items() if x}
+
+
+def seed_rows(right: np.ndarray, taken: torch.Tensor, seed: np.ndarray) -> list[list]:
+    """Of each seed what the probe scores, and what always naming its most frequent prey would"""
+    rows = [["seed", "probe", "majority", "samples"]]
+    for number in np.unique(seed).tolist():
+        of_seed = seed == number
+        counts = F.one_hot(taken[of_seed], len(PREY)).sum(0)
+        samples = int(of_seed.sum())
+        rows.append([number, float(right[of_seed].mean()), int(counts.max()) / samples, samples])
+    return rows
 
 
 def main(args: Args) -> dict[str, float]:
@@ -173,7 +206,8 @@ def main(args: Args) -> dict[str, float]:
     game.refuse(not read, f"{run.path}: its policy reads no subgoals (--method {run.args.method})")
     table = seats_of(run, args.seats)
     title = run.path.parent / f"subgoals_{'-'.join(table)}"
-    check_writable(f"{title}.csv", f"{title}.png")
+    outputs = [f"{title}.csv", f"{title}_seeds.csv", f"{title}.png"]
+    check_writable(*outputs)
     index = runs.learner_indices(run, table, run.num_seeds)
 
     def make(places: int) -> Seated:
@@ -188,10 +222,10 @@ def main(args: Args) -> dict[str, float]:
         )
 
     state = make(args.places)
-    goals, taken, clock, place = collect(run, state)
+    goals, taken, clock, place, seed = collect(run, state)
     held_out = place % 2 == 1
-    probe = fit_probe(goals[~held_out], taken[~held_out])
-    right = (probe(goals) == taken)[held_out].numpy()
+    probe = fit_probes(goals[~held_out], taken[~held_out], seed[~held_out])
+    right = (probe(goals, seed) == taken)[held_out].numpy()
     clock = clock[held_out].numpy()
     shares = F.one_hot(taken[held_out], len(PREY)).double().mean(0)
     majority = float(shares.max())
@@ -206,6 +240,7 @@ def main(args: Args) -> dict[str, float]:
         print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in known.items()))
     rows = zip(steps.tolist(), accuracy, counts.tolist(), strict=True)
     write_csv(f"{title}.csv", [["step", "accuracy", "samples"], *rows])
+    write_csv(f"{title}_seeds.csv", seed_rows(right, taken[held_out], seed[held_out].numpy()))
 
     plt.style.use(runs.ROOT / "benchmarks" / "plots.mplstyle")
     figure, (scatter, curve) = plt.subplots(1, 2, figsize=(11, 4))
@@ -224,8 +259,8 @@ def main(args: Args) -> dict[str, float]:
     figure.tight_layout()
     figure.savefig(f"{title}.png", dpi=100)
     plt.close(figure)
-    print(f"wrote {title}.csv")
-    print(f"wrote {title}.png")
+    for path in outputs:
+        print(f"wrote {path}")
     return {"probe_accuracy": float(right.mean()), "majority": majority, **known}
 
 

@@ -1,5 +1,6 @@
 """The benchmarks measure what they say, and the experiments' tables and figures come from the runs."""
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -18,7 +19,7 @@ import pretrain_world_model
 import stag_hunt_env
 from benchmarks import figures, patches, results, sections, worst_case
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, cross_play, evaluate, partners
+from evaluation import adapt, cross_play, evaluate, moa, partners, subgoals
 from evaluation import runs as evaluation_runs
 from stag_hunt_env import StagHuntConfig
 
@@ -47,6 +48,7 @@ SCRIPTS = {
     "evaluation/cross_play.py": cross_play,
     "evaluation/evaluate.py": evaluate,
     "evaluation/partners.py": partners,
+    "evaluation/subgoals.py": subgoals,
     sections.GRU: ppo_gru,
 }
 MEASURED = ("agent_steps_per_s", "iteration_ms", "rollout_ms", "ready_s")
@@ -168,7 +170,7 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
         for run in section.runs.values():
             commands = run.then if name in sections.TASKS else (f"{run.script} {run.flags}", *run.then)
             found |= {tuple(words.split(" ", 1)) for words in commands}
-            found |= {run.before[:2]} if run.before else set()
+            found |= {(script, flags) for script, flags, _ in run.before}
             assert set(run.patch) <= patches.PATCHES.keys()
     assert len(found) > 50
     for script, flags in found:  # what trains in the ladder: tests/test_ladder.py
@@ -675,17 +677,20 @@ def test_tables_and_figures_come_from_the_runs(tmp_path, capsys):
 
 def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
     for seed in (1, 2):
-        there = tmp_path / f"vae/before/x__{seed}/evaluation"
+        there = tmp_path / f"vae/before_0/x__{seed}/evaluation"
         there.mkdir(parents=True)
         (there / "final.csv").write_text(
             f"metric,state only,with history\ntop1,0,0.{seed}\nprobe_accuracy,0,0.6\nece,0,1\n"
         )
     assert experiments.figures_before(tmp_path / "vae") == [{"probe_accuracy": 0.6, "top1": x} for x in (0.1, 0.2)]
-    there = tmp_path / "world/before/x"
+    there = tmp_path / "world/before_1/x"
     there.mkdir(parents=True)
     (there / "evaluation.csv").write_text("metric,mean,half_width_95,seed_4,seed_5\nexact_match/20,9,9,0.25,0.5\n")
     assert experiments.figures_before(tmp_path / "world") == [{"exact_match/20": x} for x in (0.25, 0.5)]
     assert experiments.figures_before(tmp_path / "none") == []
+    (tmp_path / "world/before_1").rename(tmp_path / "vae/before_1")
+    both = [{"probe_accuracy": 0.6, "top1": x, "exact_match/20": y} for x, y in ((0.1, 0.25), (0.2, 0.5))]
+    assert experiments.figures_before(tmp_path / "vae") == both
 
 
 def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
@@ -711,7 +716,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 
 # Their flags are new, their tables are old.
 TO_BE_MEASURED = (*sections.TASKS, "1", "value-loss", "2", "3", "4", "parties", "dose", "7", "others", "8")
-TO_BE_MEASURED += ("hop", "time")
+TO_BE_MEASURED += ("hop", "time", "moa", "pretraining", "walls")
 
 
 def sections_with_runs():
@@ -768,13 +773,12 @@ def write_timed(folder, decided=True):
         for seed in (0, 1):
             for steps, seconds, value in points:
                 curve.append(
-                    {"run": run, "seed": seed, "steps": steps, "seconds": seconds, "return": value + 0.5 * seed}
+                    {"run": run, "seed": seed, "steps": steps, "all_seconds": seconds, "return": value + 0.5 * seed}
                 )
     results.write(folder / "data/section_time_curves.csv", curve)
-    summary = [{"run": run, "seed": 0, "return": 2.0, "seconds_to_2.8": ""} for run in lines]
-    results.write(
-        folder / "data/section_time.csv", [*summary, {"run": "PPO", "seed": 1, "return": 3, "seconds_to_2.8": 5}]
-    )
+    summary = [{"run": run, "seed": 0, "return": 2.0, "all_seconds_to_2.8": ""} for run in lines]
+    summary.append({"run": "PPO", "seed": 1, "return": 3, "all_seconds_to_2.8": 5})
+    results.write(folder / "data/section_time.csv", summary)
     if decided:
         measured = [("PPO", 1, 0.25), ("PPO", 4096, 1.5), ("search", 1, 16.0)]
         rows = [{"run": run, "games": games, "milliseconds": ms} for run, games, ms in measured]
@@ -800,10 +804,11 @@ def test_return_after_equal_steps_and_equal_time(tmp_path, capsys):
 def test_curves_over_time(tmp_path):
     write_timed(tmp_path)
     rows = results.read(tmp_path, "time", "_curves")
-    assert figures.mean_curve(rows, "PPO", "return", "seconds").tolist() == [[3, 1.25], [9, 2.75]]
+    assert figures.mean_curve(rows, "PPO", "return", "all_seconds").tolist() == [[3, 1.25], [9, 2.75]]
     assert figures.mean_curve(rows, "PPO", "return", "steps").tolist() == [[122_880, 1.25], [500_000, 2.75]]
-    line = {"steps": 7, "time/ready": 20.5, "time/training": 1.5, "charts/episodic_return": 2.0}
-    assert experiments.curve_of([line]) == [{"steps": 7, "seconds": 22.0, "return": 2.0, "value_real": ""}]
+    line = {"steps": 7, "all_seconds": 22.0, "charts/episodic_return": 2.0}
+    row = {"steps": 7, "all_seconds": 22.0, "return": 2.0, "value_real": ""}
+    assert experiments.curve_of([line], ["return", "value_real"]) == [row]
 
 
 def authors_args(board):
@@ -928,6 +933,207 @@ def test_a_run_and_what_follows_it(tmp_path):
     assert (folder / "finished").exists() and len(list(folder.glob("*/cross_play.csv"))) == 1
     lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert math.isfinite(lines[-1]["losses/value_loss_real"])
+
+
+def call_here(words, stdout, **_):
+    """As subprocess.run, without the seconds that a Python takes to start"""
+    module = SCRIPTS[words[1]]
+    with contextlib.redirect_stdout(stdout):
+        module.main(module.parse_args(list(words[2:])))
+
+
+def rule_based_steps(monkeypatch, script):
+    """[(games, env steps of a seed)] of the rollouts that are only watched, as they are played"""
+    played = []
+    rollout = script.rollout
+
+    def counted(args, games, networks, num_steps, **others):
+        if games.seats.watch:
+            played.append((games, num_steps * games.env.num_envs // games.seats.num_blocks))
+        return rollout(args, games, networks, num_steps, **others)
+
+    monkeypatch.setattr(script, "rollout", counted)
+    return played
+
+
+@pytest.mark.parametrize(
+    ("script", "method", "changes"),
+    [
+        (hopplus_ppo, "ppo", {}),
+        (hopplus_ppo, "ppo-omg", {"pretraining_updates": 0}),
+        (hopplus_ppo, "ppo-omg", {"pretraining_updates": 0, "offline_ratio": 0.0}),
+        (hopplus_ppo, "ppo-omg", {"pretraining_updates": 85, "num_envs": 5, "replay_rollouts": 3}),
+        (hopplus_mcts, "hopplus-mcts", {"num_simulations": 2, "pretraining_updates": 25, "subgoals": "none"}),
+    ],
+)
+def test_the_games_that_models_learn_from_are_counted(script, method, changes, tmp_path, monkeypatch):
+    """As many as are played, but for those that preparation only measures on"""
+    played = rule_based_steps(monkeypatch, script)
+    monkeypatch.setattr(script, "train_opponent_models", lambda *_, **__: {})
+    monkeypatch.setattr(script, "train_world_model", lambda *_, **__: {})
+    flags = {**TINY, "total_timesteps": 160, "num_seeds": 2, "update_epochs": 1, **changes}
+    args = script.make_args(method, "cpu", **flags, run_dir=str(tmp_path))
+    final = script.main(args)
+    saved = json.loads((Path(final["checkpoint"]).parent / "args.json").read_text())
+    steps = [count for _, count in played]
+    if played:
+        preparing = played[0][0]
+        only_measured = [count for games, count in played if games is preparing][-1:]
+        if args.pretraining_updates == 0:  # then nothing is learned from the one before either
+            only_measured *= 2
+        steps = [sum(steps) - sum(only_measured)]
+    lines = experiments.read_lines(Path(final["checkpoint"]).parent / "metrics.jsonl")
+    iterations = lines[-1]["steps"] // (args.num_envs * args.num_steps)
+    assert experiments.watched_steps(saved, iterations) == sum(steps)
+    has_models = script.needs_models(args)
+    assert (sum(steps) > 0) == (has_models and args.offline_ratio + args.pretraining_updates > 0)
+
+
+def test_what_is_loaded_is_not_watched_again():
+    flags = {**vars(hopplus_ppo.make_args("hopplus", "cpu")), "offline_ratio": 0.0}
+    whole = experiments.watched_steps(flags, 10)
+    assert whole == 8 * flags["pretraining_games"] * flags["num_steps"]
+    assert experiments.watched_steps(flags | {"vae_checkpoint": "x"}, 10) == whole, "its world model still learns"
+    both = {"vae_checkpoint": "x", "world_model_checkpoint": "y"}
+    assert experiments.watched_steps(flags | both, 10) == 0
+    no_world_model = {"imagination": False, "vae_checkpoint": "x"}
+    assert experiments.watched_steps(flags | no_world_model, 10) == 0
+
+
+def test_two_scripts_before_a_run(tmp_path, monkeypatch, capsys):
+    """The true scripts: two checkpoints, steps and seconds from the very start, tables and a figure"""
+    monkeypatch.setattr(experiments.subprocess, "run", call_here)
+    for script in (pretrain_vae, pretrain_world_model):
+        monkeypatch.setattr(script, "draw_pictures", lambda *_: None)
+    monkeypatch.setattr(evaluate, "film", lambda *_: None)
+    monkeypatch.setattr(moa, "draw", lambda *_: None)
+    before = (
+        sections.vae("--num-samples 300 --epochs 1 --goal-dim 4 --subgoal-hidden 8"),
+        sections.world("--num-transitions 300 --num-updates 2 --wm-hidden 16"),
+    )
+    flags = f"--total-timesteps 64 --goal-dim 4 {SMALL} {sections.UNPREPARED} --num-seeds 2 --log-every 1"
+    run = sections.Run(flags, then=(sections.EVALUATE, sections.PROBE), before=before)
+    plain = sections.Run(flags)
+    panels = [
+        ("curves over all steps", "return"),
+        ("curves over all seconds", "moa_gap"),
+        ("bars", "after/exact/1"),
+        ("moa", "NLL"),
+        ("moa actions", "recall"),
+        ("moa confusion", "two"),
+    ]
+    monkeypatch.setitem(sections.SECTIONS, "pretraining", sections.Section("?", {"two": run, "none": plain}, panels))
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"), section=("pretraining",))
+    game_flags = "--device cpu --height 3 --final-time 6"
+    args.extra = game_flags
+    args.extra_before = f"{game_flags} --held-out-games 8 --num-seeds 2"
+    args.extra_then = "--device cpu --games 4"
+    args.parallel = 1
+    experiments.main(args)
+    said = capsys.readouterr().out
+    assert "FAILED" not in said, said
+    folder = experiments.folder_of(args, run)
+    saved = json.loads(next(folder.glob("hopplus*/args.json")).read_text())
+    assert Path(saved["vae_checkpoint"]).parent.parent == folder / "before_0"
+    assert Path(saved["world_model_checkpoint"]).parent.parent == folder / "before_1"
+    docs = Path(args.docs)
+    curve = {run: [row for row in rows if row["seed"] == "0"] for run, rows in by_label(docs, "_curves").items()}
+    logs = [(folder / f"before_{number}.log").read_text() for number in (0, 1)]
+    watched = [int(re.search(r"in each seed: (\d+) env steps", log)[1]) for log in logs]
+    assert all(75 <= steps <= 256 * 6 for steps in watched), watched
+    beside = (2 + 1) * 2 * 8  # two rollouts of two games fill the replay, one comes with each second iteration
+    assert int(curve["none"][0]["steps"]) == 32 and int(curve["none"][0]["all_steps"]) == 32 + beside
+    assert int(curve["two"][0]["all_steps"]) == 32 + beside + sum(watched)
+    seconds = float((folder / "seconds_before").read_text())
+    line = experiments.read_lines(next(folder.glob("hopplus*__1__*/metrics.jsonl")))[0]
+    expected = seconds + line["time/ready"] + line["time/training"]
+    assert float(curve["two"][0]["all_seconds"]) == pytest.approx(expected, rel=1e-3) and seconds > 0
+    rows = by_label(docs)["two"]
+    probes = results.read_csv(next(folder.glob("*/subgoals_*_seeds.csv")))
+    assert [float(row["after/probe"]) for row in rows] == pytest.approx([float(p["probe"]) for p in probes], rel=1e-4)
+    assert all(0 <= float(row["after/exact/1"]) <= 1 and "after/exact_own/1" in row for row in rows)
+    assert all(0 < float(row["before/top1"]) < 1 and 0 <= float(row["before/exact_match/1"]) <= 1 for row in rows)
+    assert [(row["kind"], row["seed"]) for row in by_label(docs, "_moa")["two"]] == [("learner", "1"), ("learner", "2")]
+    assert all(len(row["NLL"]) < 8 for row in by_label(docs, "_moa")["two"])
+    assert "| learner | two | 2 |" in said and "| learner | two | up |" in said
+    assert "| run | seeds | return | after/exact/1 | after/exact_own/1 |" in said
+    assert (docs / "results/section_pretraining.png").stat().st_size > 5000
+
+
+def by_label(docs, name=""):
+    rows = {}
+    for row in results.read(docs, "pretraining", name):
+        rows.setdefault(row["run"], []).append(row)
+    return rows
+
+
+def test_seconds_and_steps_from_the_start_to_a_return():
+    lines = []
+    for steps, value in ((100, 1.0), (200, 2.9), (300, 2.9)):
+        own = {"steps": steps, "time/training": 1.0, "charts/episodic_return": value}
+        lines.append(own | {"all_steps": 1000 + steps, "all_seconds": 50.0 + steps})
+    row = experiments.summary_of(lines)
+    assert (row["steps_to_2.8"], row["all_steps_to_2.8"], row["all_seconds_to_2.8"]) == (200, 1200, 250.0)
+    assert row["all_steps_to_4.5"] == "" and "all_steps_to_2.8" not in experiments.summary_of([own])
+
+
+def moa_row(run, kind, seed, nll):
+    scores = {"NLL": nll, "NLL ceiling": 0.5, "NLL Bayes": 0.6}
+    return {"run": run, "kind": kind, "seed": seed, **scores, "top-1": 0.7, "top-1 ceiling": 0.9, "top-1 Bayes": 0.8}
+
+
+def test_moa_is_drawn_and_printed_a_row_for_each_kind(tmp_path, capsys):
+    results.write(tmp_path / "data/section_moa_moa.csv", [
+        moa_row("mixed", "random", 11, 1.0),
+        moa_row("mixed", "random", 12, 2.0),
+        moa_row("mixed", "nearest_hare", 11, 0.75),
+        moa_row("self-play", "learner", 11, 0.55),
+    ])  # fmt: skip
+    figures.print_moa(tmp_path, "moa")
+    said = capsys.readouterr().out
+    columns = "0.500 | 0.600 | 0.700 | 0.900 | 0.800"
+    assert f"| nearest_hare | mixed | 1 | 0.750 | {columns} | 0.250 |" in said
+    assert "| random | mixed | 2 | 1.500 ± 6.353 | 0.500 ± 0.000 |" in said and "| 1.000 ± 6.353 |" in said
+    assert f"| learner | self-play | 1 | 0.550 | {columns} | 0.050 |" in said and "| learner | mixed" not in said
+    order = ["mixed", "self-play"]
+    rows = [row | {"number": order.index(row["run"])} for row in results.read(tmp_path, "moa", "_moa")]
+    axis = Figure().subplots()
+    figures.moa(axis, rows, "NLL")
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["random", "nearest_hare", "learner"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("NLL", "co-player")
+    upright = [line for line in axis.lines if line.get_color() in ("black", "grey") and len(line.get_xdata())]
+    known = {(line.get_color(), float(line.get_xdata()[0])) for line in upright}
+    assert known == {("black", 0.5), ("grey", 0.6)}, "what can be known"
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert labels == ["mixed", "self-play", "Bayes", "ceiling"]
+
+
+def test_recall_and_confusion_are_drawn_from_the_table():
+    done = {"up": (4, 0.75, 1.0, 3, 1), "down": (0, math.nan, math.nan, 0, 0)}
+    rows = []
+    for action, (times, recall, ceiling, up, down) in done.items():
+        row = {"run": "mixed", "kind": "random", "action": action, "times": str(times), "number": 0}
+        rows.append(row | {"recall": recall, "recall ceiling": ceiling, "guessed up": up, "guessed down": down})
+    axis = Figure().subplots()
+    figures.moa_actions(axis, rows, "recall")
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["random: mixed", "random: mixed, ceiling"]
+    assert [text.get_text() for text in axis.texts] == ["0.75", "1.00"] and axis.get_xlabel() == "action"
+    axis = Figure().subplots()
+    figures.moa_confusion(axis, [*rows, rows[0] | {"run": "other", "kind": "learner"}], "mixed")
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["random: up"], "what was never done has no row"
+    assert [text.get_text() for text in axis.texts] == ["0.75", "0.25"]
+
+
+def test_a_section_may_have_references_of_its_own(tmp_path):
+    """Walls: not those of the board without"""
+    for number, best in (("7", 3), ("walls", 9)):
+        row = {"run": "PPO", "sets": "standard", "co_players": "3 NS", "random mean": 1, "best response mean": best}
+        results.write(tmp_path / f"data/section_{number}_adaptation.csv", [row])
+    assert results.references(tmp_path) == {("4x4", "3 NS"): (1, 3)}
+    section = sections.SECTIONS["walls"]
+    assert results.references(tmp_path, section.references) == {("4x4", "3 NS"): (1, 9)}
+    assert sections.SECTIONS["3"].references == ("7", "8")
+    assert [run for run in section.runs if sections.BEST in section.runs[run].then] == ["PPO"]
 
 
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -1337,7 +1543,8 @@ def test_every_method_meets_the_same_players(board):
 def test_hopplus_has_one_setting():
     """Board, game, seats, games at once, steps and seeds may differ"""
     may_differ = {"--seed", "--num-seeds", "--log-every", "--num-envs", "--total-timesteps"}
-    may_differ |= {"--height", "--width", "--num-stags", "--final-time", "--redraw", "--population", "--seats"}
+    may_differ |= {"--height", "--width", "--max-wall-pieces", "--num-stags", "--final-time"}
+    may_differ |= {"--redraw", "--population", "--seats"}
     labels = ("HOP+", "HOP+, 8x8", "HOP+, few steps", "HOP+, 4h2s")
     seen = []
     for name, section in sections.SECTIONS.items():
@@ -1347,7 +1554,7 @@ def test_hopplus_has_one_setting():
                 flags = set(re.findall(r"--[\w-]+", run.flags))
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
-    assert set(seen) == {"2", "7", "8", "others", "value-loss", "dose", "time", *sections.HOPPLUS_TASKS}
+    assert set(seen) == {"2", "7", "8", "others", "value-loss", "dose", "time", "walls", *sections.HOPPLUS_TASKS}
 
 
 def test_goals_are_few_and_discrete_or_continuous():

@@ -18,7 +18,18 @@ from pathlib import Path
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
-from evaluation import adapt, cross_play, evaluate, frozen_players, inspector, moa, partners, runs, subgoals
+from evaluation import (
+    adapt,
+    cross_play,
+    evaluate,
+    frozen_players,
+    inspector,
+    moa,
+    partners,
+    runs,
+    subgoals,
+    world_model,
+)
 from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
 
 import numpy as np
@@ -179,7 +190,7 @@ def test_the_scripts_keep_the_contract(name):
     assert {"imagination", "share_parameters", *runs.FROZEN, *adapt.LEARNING} <= fields
 
 
-TOOLS = [runs, evaluate, moa, inspector, adapt, frozen_players, cross_play, partners, subgoals]
+TOOLS = [runs, evaluate, moa, world_model, inspector, adapt, frozen_players, cross_play, partners, subgoals]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -214,9 +225,8 @@ def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
     first, second, checkpoint = (call(evaluate, path, *words) for path in (*run, run[0] / "checkpoint.pt"))
     assert first == second == checkpoint
     written = {path.name for folder in run for path in folder.glob("evaluation_*")}
-    assert written == {
-        f"evaluation_learner-random-nearest_hare{end}" for end in (".csv", ".gif", "_moa.csv", "_moa.png")
-    }
+    ends = (".csv", ".gif", "_moa.csv", "_moa_actions.csv", "_moa.png", "_world_model.csv")
+    assert written == {f"evaluation_learner-random-nearest_hare{end}" for end in ends}
     assert not list(run[1].glob("evaluation_*")), "beside the checkpoint"
 
 
@@ -1275,7 +1285,7 @@ def test_the_probe_of_subgoals(run, tmp_path):
     kept, play = [], runs.play
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
-        goals, found, clock, place = subgoals.collect(args.run, state)
+        goals, found, clock, place, seed = subgoals.collect(args.run, state)
     transitions, outputs, _ = kept[0]
     exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
     assert transitions.done.sum(1).max() > 4
@@ -1289,11 +1299,13 @@ def test_the_probe_of_subgoals(run, tmp_path):
         caught = [int(transitions.joint[m, u, e, k + 1]) - 4 for u in range(begin, end + 1) if exited[m, u, e, k + 1]]
         expected.append((sum(caught), int(transitions.time[m, t, e]), e))
     assert sorted(expected) == sorted(zip(found.tolist(), clock.tolist(), place.tolist(), strict=True)) and expected
+    assert set(seed.tolist()) == {args.run.args.seed}
     assert goals.shape == (len(expected), outputs["goals"].shape[3] // 2)
     noise, label = torch.randn(600, 150, generator=generator), torch.arange(600) % 3
     place = torch.randint(8, (600,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subgoals, "collect", lambda *_: (noise, label, torch.zeros(600), place))
+        one_seed = torch.ones(600, dtype=torch.int64)
+        patch.setattr(subgoals, "collect", lambda *_: (noise, label, torch.zeros(600), place, one_seed))
         scores = subgoals.main(args)
     assert 0.2 < scores["probe_accuracy"] < 0.45, "what says nothing is not read off games that the probe was fitted to"
     folder = args.run.path.parent
@@ -1301,6 +1313,24 @@ def test_the_probe_of_subgoals(run, tmp_path):
     rows = list(csv.reader((folder / "subgoals_learner-learner-learner.csv").open()))
     assert rows[0] == ["step", "accuracy", "samples"] and float(rows[1][1]) == pytest.approx(scores["probe_accuracy"])
     assert int(rows[1][2]) == (place % 2).sum()
+
+
+def test_each_seed_has_a_probe_of_its_own(run, monkeypatch):
+    """Subgoals that name the prey in one seed, and in the other name the next one"""
+    generator = torch.Generator().manual_seed(1)
+    taken = torch.randint(3, (600,), generator=generator)
+    seed = torch.arange(600) // 300 + 11
+    goals = F.one_hot((taken + (seed == 12)) % 3, 3) + 0.1 * torch.randn(600, 3, generator=generator)
+    place = torch.arange(600) % 4
+    args = subgoals.parse_args([str(run[0]), "--games", "8", "--device", "cpu"])
+    monkeypatch.setattr(subgoals, "collect", lambda *_: (goals, taken, torch.zeros(600), place, seed))
+    assert subgoals.main(args)["probe_accuracy"] == 1
+    rows = list(csv.reader((args.run.path.parent / "subgoals_learner-learner-learner_seeds.csv").open()))
+    assert rows[0] == ["seed", "probe", "majority", "samples"]
+    assert [row[:2] for row in rows[1:]] == [["11", "1.0"], ["12", "1.0"]]
+    for (_, _, majority, samples), number in zip(rows[1:], (11, 12), strict=True):
+        tested = taken[(seed == number) & (place % 2 == 1)]
+        assert int(samples) == 150 and float(majority) == tested.bincount().max() / 150
 
 
 def test_what_follows_and_what_could_be_known(run, monkeypatch):
@@ -1359,7 +1389,7 @@ def test_ceilings_name_what_comes_most_often_in_games_with_drawn_players(run, mo
         return present, goals, taken, later
 
     monkeypatch.setattr(subgoals, "rest_of_game", rest_of_game)
-    found = subgoals.ceilings(args, made[2], table, made.get, lambda goals: torch.full((len(goals),), 2))
+    found = subgoals.ceilings(args, made[2], table, made.get, lambda goals, _: torch.full((len(goals),), 2))
     assert found["probe"] == pytest.approx(1 / 3)  # of (1, 2), (0)
     assert found["probe, ceiling"] == pytest.approx(2 / 3)
     assert found["hit ratio, ceiling"] == pytest.approx(2 / 3)

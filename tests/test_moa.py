@@ -1,4 +1,4 @@
-"""evaluation/moa.py: how well MOA predicts, by kind of co-player"""
+"""evaluation/moa.py and world_model.py: how well MOA predicts, by kind of co-player, and the world model, by steps"""
 
 import csv
 import dataclasses
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import hopplus_ppo
 import stag_hunt_env as game
-from evaluation import evaluate, moa, runs
-from stag_hunt_env import HUNT_HARE, HUNT_STAG, STAY, StagHuntConfig
+from benchmarks.results import read_csv
+from evaluation import evaluate, moa, runs, world_model
+from stag_hunt_env import HUNT_HARE, HUNT_STAG, LEARNER, STAY, StagHuntConfig
 
 import numpy as np
 import pytest
@@ -54,20 +55,35 @@ def test_the_numbers_of_a_case_made_by_hand():
     ceiling = rows_of((1.0,), (0.0, 0.5, 0.5), (0.25, 0.25, 0.25, 0.25), (0.5, 0.5))
     bayes = rows_of((0.5, 0.5), (0.0, 1.0), (0.0, 0.0, 0.0, 0.5, 0.5), (0.0, 1.0))  # surprised at last: 1e-9
     kind = torch.zeros(4, dtype=torch.int64)
-    found = moa.scores(moa.Predictions(probs, ceiling, bayes, action, kind))
+    seed = torch.tensor([11, 11, 12, 12])
+    predictions = moa.Predictions(probs, ceiling, bayes, action, kind, seed)
+    found = moa.scores(predictions)
     assert found["NLL"] == pytest.approx(-np.log([0.7, 0.5, 0.1, 0.1]).mean())
-    assert found["ceiling"] == pytest.approx(-np.log([1, 0.5, 0.25, 0.5]).mean())
-    assert found["Bayes"] == pytest.approx(-np.log([0.5, 1, 0.5, 1e-9]).mean())
+    assert found["NLL ceiling"] == pytest.approx(-np.log([1, 0.5, 0.25, 0.5]).mean())
+    assert found["NLL Bayes"] == pytest.approx(-np.log([0.5, 1, 0.5, 1e-9]).mean())
     assert found["top-1"] == pytest.approx((1 + 0.5 + 0 + 0) / 4), "a tie is shared"
+    assert found["top-1 ceiling"] == pytest.approx((1 + 0.5 + 0.25 + 0.5) / 4)
+    assert found["top-1 Bayes"] == pytest.approx((0.5 + 1 + 0.5 + 0) / 4)
     assert found["top-3"] == pytest.approx(3 / 4)
     # Each in a bin of its own (of 15): 10, 7, 6, 13.
     assert found["ECE"] == pytest.approx((0.3 + 0 + 0.4 + 0.9) / 4)
-    table = moa.confusion(probs, action)
+    table, recall, precision = moa.count_guesses(probs, action)
     assert table[0].tolist() == [1, 1, 0, 0, 0, 0, 0] and table[1].tolist() == [0.5, 0.5, 0, 0, 0, 0, 0]
     assert table[3].tolist() == [1, 0, 0, 0, 0, 0, 0] and table.sum() == 4
-    recall, precision = moa.recall_and_precision(table)
     assert recall[[0, 1, 3]].tolist() == [0.5, 0.5, 0] and np.isnan(recall[[2, 4, 5, 6]]).all()
     assert precision[:2] == pytest.approx([1 / 2.5, 0.5 / 1.5]) and np.isnan(precision[2:]).all()
+    kind = moa.judge(predictions)
+    assert kind.scores == found and kind.counts == {11: 2, 12: 2}
+    assert kind.seed_scores[11]["NLL"] == pytest.approx(-np.log([0.7, 0.5]).mean())
+    assert kind.seed_scores[12]["top-1 ceiling"] == pytest.approx((0.25 + 0.5) / 2)
+    assert np.array_equal(kind.moa.confusion, table)
+    assert kind.ceiling.recall[[0, 1, 3]] == pytest.approx([(1 + 0.5) / 2, 0.5, 0.25])
+    rows = moa.score_rows({"random": kind})
+    assert [row[:3] for row in rows[1:]] == [["random", "all", 4], ["random", 11, 2], ["random", 12, 2]]
+    _, up, down, *_ = moa.action_rows({"random": kind})
+    assert up[:4] == ["random", "up", 2, 0.5] and up[4] == pytest.approx(0.75), "beside the ceiling"
+    assert up[5] == pytest.approx(1 / 2.5) and up[7:] == [1, 1, 0, 0, 0, 0, 0]
+    assert down[6] == pytest.approx(0.5 / (0.5 + 0.25 + 0.5)), "of the guesses by its own probabilities"
 
 
 def test_confidences_of_one_bin_are_compared_together():
@@ -116,6 +132,20 @@ def test_a_kind_counts_only_its_own_steps_and_only_those_on_the_board(tmp_path, 
         assert expected[name][other] == 0 and parts[name].ceiling[:, other].max() == 0, "its own rule"
     assert torch.equal(parts["learner"].ceiling, parts["learner"].bayes)
     assert not torch.equal(parts["random"].ceiling, parts["random"].bayes)
+    seeds = torch.cat([part.seed for part in parts.values()])
+    second = [(present[20:], kinds[20:]) for present, kinds, _ in played]  # the places of seed 2
+    observed = sum(int((present * torch.where(kinds < 0, 1, 2)).sum()) for present, kinds in second)
+    assert int((seeds == 2).sum()) == observed and set(seeds.tolist()) == {1, 2}
+
+
+MEASURED = (  # our names, the script's
+    ("NLL", "nll"),
+    ("NLL ceiling", "ceiling/nll"),
+    ("NLL Bayes", "bayes/nll"),
+    ("top-1", "top1"),
+    ("top-1 ceiling", "ceiling/top1"),
+    ("top-1 Bayes", "bayes/top1"),
+)
 
 
 def test_what_is_said_is_the_script_s(tmp_path):
@@ -138,48 +168,152 @@ def test_what_is_said_is_the_script_s(tmp_path):
     present = (transitions.board[:, 0, :, 1:3] < CONFIG.num_cells).sum((1, 2))  # of each learner
     assert len(part.action) == int(present.sum())
     scores = moa.scores(part)
-    for ours, theirs in (("NLL", "nll"), ("ceiling", "ceiling/nll"), ("Bayes", "bayes/nll"), ("top-1", "top1")):
+    for ours, theirs in MEASURED:
         mean = float((found[f"moa/{theirs}"] * present).sum() / present.sum())
         assert scores[ours] == pytest.approx(mean, abs=1e-5), ours
 
 
-@pytest.mark.parametrize(("method", "changes", "has_moa"), [
-    ("ppo", {}, False),
-    ("ppo-omg", {}, True),
-    ("hopplus", {"subgoals": "none"}, True),
+@pytest.mark.parametrize(("method", "changes", "has_moa", "has_world"), [
+    ("ppo", {}, False, False),
+    ("ppo-omg", {}, True, False),
+    ("hopplus", {"subgoals": "none"}, True, True),
 ])  # fmt: skip
-def test_evaluate_writes_it_for_runs_with_a_moa(method, changes, has_moa, tmp_path, monkeypatch, capsys):
+def test_evaluate_writes_it_for_runs_with_models(method, changes, has_moa, has_world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "film", lambda run, state, path: None)
     path = checkpoint(tmp_path, method, **changes)
     words = [str(path), "--games", "2", "--device", "cpu", "--seats", "learner,nearest_hare,waiting"]
     evaluate.main(evaluate.parse_args(words))
     said = capsys.readouterr().out
-    title = tmp_path / "evaluation_learner-nearest_hare-waiting_moa"
-    assert title.with_suffix(".csv").exists() == title.with_suffix(".png").exists() == has_moa
-    assert ("MOA about nearest_hare" in said) == ("MOA about waiting" in said) == has_moa
-    if has_moa:
-        rows = list(csv.DictReader(title.with_suffix(".csv").open()))
-        assert [(row["kind"], row["action"]) for row in rows] == [
-            (kind, action) for kind in ("nearest_hare", "waiting") for action in game.ACTION_NAMES
-        ]
-        hunts = {row["kind"]: int(row["times"]) for row in rows if row["action"] == "hunt hare"}
-        stays = {row["kind"]: int(row["times"]) for row in rows if row["action"] == game.ACTION_NAMES[STAY]}
-        assert hunts["nearest_hare"] > 0 == hunts["waiting"] and stays["waiting"] > 0
-        assert title.with_suffix(".png").stat().st_size > 5000
-        for row in rows:
-            done = int(row["times"]) > 0
-            assert math.isnan(float(row["recall"])) != done and (not done or 0 <= float(row["recall"]) <= 1)
+    start = f"{tmp_path}/evaluation_learner-nearest_hare-waiting"
+    ends = {"_moa.csv": has_moa, "_moa_actions.csv": has_moa, "_moa.png": has_moa, "_world_model.csv": has_world}
+    for end, wanted in ends.items():
+        assert Path(start + end).exists() == wanted == (f"wrote {start}{end}" in said), end
+    assert ("MOA about" in said) == has_moa and ("world model, boards exact" in said) == has_world
+    if not has_moa:
+        return
+    lines = said.splitlines()
+    for title in ("MOA about", "recall", "precision"):
+        below = lines[[line.startswith(title) for line in lines].index(True) + 1 :]
+        assert below[0].startswith("nearest_hare") and "waiting" in below[1] + below[2], title
+    rows = read_csv(Path(f"{start}_moa.csv"))
+    assert [(row["kind"], row["seed"]) for row in rows] == [
+        (kind, seed) for kind in ("nearest_hare", "waiting") for seed in ("all", "1", "2")
+    ]
+    for of_all, *of_seeds in (rows[:3], rows[3:]):
+        counts = [int(row["actions"]) for row in of_seeds]
+        mean = np.average([float(row["NLL"]) for row in of_seeds], weights=counts)
+        assert float(of_all["NLL"]) == pytest.approx(mean, rel=1e-5) and int(of_all["actions"]) == sum(counts)
+    rows = read_csv(Path(f"{start}_moa_actions.csv"))
+    assert [(row["kind"], row["action"]) for row in rows] == [
+        (kind, action) for kind in ("nearest_hare", "waiting") for action in game.ACTION_NAMES
+    ]
+    hunts = {row["kind"]: int(row["times"]) for row in rows if row["action"] == "hunt hare"}
+    stays = {row["kind"]: int(row["times"]) for row in rows if row["action"] == game.ACTION_NAMES[STAY]}
+    assert hunts["nearest_hare"] > 0 == hunts["waiting"] and stays["waiting"] > 0
+    assert Path(f"{start}_moa.png").stat().st_size > 5000
+    for row in rows:
+        done = int(row["times"]) > 0
+        assert math.isnan(float(row["recall"])) != done and (not done or 0 <= float(row["recall"]) <= 1)
+
+
+def test_a_network_that_is_switched_off_is_not_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "film", lambda run, state, path: None)
+    path = checkpoint(tmp_path, "hopplus")
+    evaluate.main(evaluate.parse_args([str(path), "--games", "2", "--device", "cpu", "--", "--no-imagination"]))
+    said = capsys.readouterr().out
+    assert "_moa.png" in said and "world model" not in said and "_world_model" not in said
 
 
 def test_the_picture_can_be_read(tmp_path, monkeypatch):
+    """A row for each kind, with titles and digits"""
     drawn = []
     monkeypatch.setattr(moa, "Figure", lambda *words, **named: drawn.append(Figure(*words, **named)) or drawn[-1])
-    table = np.eye(7) * 3
-    table[0, 1] = 1
-    moa.draw_confusion(tmp_path / "picture.png", {"random": table, "learner": table})
-    left, right = drawn[0].axes
-    assert (left.get_title(), right.get_title()) == ("co-player: random", "co-player: learner")
-    assert left.get_ylabel() == "what the co-player did" and "MOA's likeliest action" in left.get_xlabel()
-    digits = {tuple(text.get_position()): text for text in left.texts}
-    assert digits[0, 0].get_text() == "75%" and digits[1, 0].get_text() == "25%" and len(digits) == 8
-    assert min(text.get_fontsize() for text in left.texts) >= 9
+    action = torch.tensor([0, 0, 0, 0, 1])
+    probs = rows_of((1.0,), (1.0,), (1.0,), (0.0, 1.0), (0.0, 1.0))
+    ceiling = rows_of((1.0,), (1.0,), (1.0,), (1.0,), (1.0,))
+    zeros = torch.zeros(5, dtype=torch.int64)
+    kind = moa.judge(moa.Predictions(probs, ceiling, ceiling, action, zeros, zeros))
+    moa.draw(tmp_path / "picture.png", {"random": kind, "learner": kind})
+    axes = np.array(drawn[0].axes).reshape(2, 4)
+    for (of_moa, of_ceiling, recall, precision), name in zip(axes, ("random", "learner"), strict=True):
+        assert of_moa.get_title() == f"{name}: NLL 4.145 (ceiling 4.145)"
+        assert of_ceiling.get_title() == "top-1 0.800 (ceiling 0.800)"
+        assert (recall.get_title(), precision.get_title()) == (f"{name}: recall", f"{name}: precision")
+        assert f"what {name} did" in of_moa.get_ylabel() and of_moa.get_xlabel() == "MOA's likeliest action"
+        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in (of_ceiling, recall, precision))
+    digits = {tuple(text.get_position()): text for text in axes[0, 0].texts}
+    assert digits[0, 0].get_text() == "75%" and digits[1, 0].get_text() == "25%" and len(digits) == 3
+    assert [text.get_text() for text in axes[0, 1].texts] == ["100%", "100%"], "the ceiling guesses up"
+    assert [text.get_text() for text in axes[0, 2].texts] == ["0.75", "1.00"]
+    assert [text.get_text() for text in axes[0, 3].texts] == ["1.00", "0.50"]
+    (line,) = axes[0, 2].lines
+    assert line.get_xdata()[:2].tolist() == [1, 0], "its recall by its own probabilities"
+    assert min(text.get_fontsize() for axis in axes.flat for text in axis.texts) >= 10
+
+
+# ----------------------------------------------------------------------------------------
+# evaluation/world_model.py
+
+
+def test_boards_are_compared_within_a_game_and_until_the_learner_leaves(tmp_path, monkeypatch):
+    """Against plain loops, with a world model that is wrong as often as by chance"""
+    run, state = seated(tmp_path, "learner,mixed,learner", method="hopplus", redraw="game")
+    kept = []
+    monkeypatch.setattr(world_model, "play", lambda *words: kept.append(runs.play(*words)) or kept[-1])
+    monkeypatch.setattr(world_model, "STARTS", 5)
+    true_board = {}
+
+    def predict_step(config, world, board, walls, joint, seat):
+        """Right, but in every seventh row"""
+        step = len(true_board)
+        transitions = kept[0][0]
+        right = transitions.next_board[:, step : step + 5].flatten(1, 2).clone()
+        right[:, step::7, 0] += 1
+        true_board[step] = right
+        assert torch.equal(joint, transitions.joint[:, step : step + 5].flatten(1, 2))
+        assert step == 0 or torch.equal(board, true_board[step - 1]), "on its own boards"
+        return right, None
+
+    monkeypatch.setattr(run.script, "predict_step", predict_step)
+    match = world_model.match_boards(run, state)
+    transitions = kept[0][0]
+    learners, ahead, places = len(transitions.done), 6, transitions.done.shape[2]
+    exact = np.zeros((learners, ahead))
+    stretches = np.zeros((learners, ahead))
+    for m, t, e in np.ndindex(learners, 5, places):
+        right = True
+        for k in range(ahead):
+            row = t * places + e
+            right &= not (row >= k and (row - k) % 7 == 0)
+            ended = bool(transitions.done[m, t : t + k, e].any())
+            left = int(transitions.board[m, t + k, e, 0]) == CONFIG.num_cells
+            if not ended and not left:
+                stretches[m, k] += 1
+                exact[m, k] += right
+    assert match.stretches.tolist() == stretches.tolist() and match.exact.tolist() == exact.tolist()
+    assert 0 < stretches[:, 5].min() < stretches[:, 0].min() and (exact < stretches).any()
+
+
+def test_the_world_model_is_asked_in_these_seats_and_with_rule_based_players(tmp_path, monkeypatch, capsys):
+    run, state = seated(tmp_path, "learner,nearest_hare,learner", method="hopplus")
+    counts = torch.tensor([[8.0, 4.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]])  # four learners of two seeds
+    exact = torch.tensor([[8.0, 1.0], [4.0, 0.0], [8.0, 0.0], [8.0, 0.0]])
+    asked = []
+
+    def match_boards(run, seated):
+        asked.append(seated)
+        return world_model.Match(exact, counts)
+
+    monkeypatch.setattr(world_model, "match_boards", match_boards)
+    world_model.report(run, state, ["learner", "nearest_hare", "learner"], 1, str(tmp_path / "x"))
+    here, watched = asked
+    assert here is state and not here.games.seats.watch and watched.games.seats.watch
+    assert watched.networks is state.networks and LEARNER not in watched.games.seats.kinds
+    said = capsys.readouterr().out
+    assert "these seats: 1 0.8750 (32)" in said and "rule-based: 1 0.8750 (32)" in said
+    rows = list(csv.DictReader((tmp_path / "x_world_model.csv").open()))
+    assert [(row["games"], row["seed"], row["steps"]) for row in rows] == [
+        (games, seed, steps) for games in ("these seats", "rule-based") for seed in "12" for steps in "12"
+    ]
+    assert [row["exact"] for row in rows[:4]] == ["0.75", "0.25", "1.0", "nan"]
+    assert [row["stretches"] for row in rows[:4]] == ["16", "4", "16", "0"]

@@ -114,6 +114,17 @@ def test_training_and_held_out_games_differ():
         assert not (part.joint[..., 0][part.acted] == STAY).any(), "there is a hare for everybody, and all go for it"
 
 
+def test_env_steps_are_counted_once_for_all_players_of_a_game():
+    """Two seeds of a game of two players: rows 0 and 1 are one game, the last row is half of another"""
+    config = PRETRAINING_CASES["two players"]
+    acted = torch.zeros(2, 3, 4, dtype=torch.bool)
+    acted[0, 0, :2] = True
+    acted[0, 1, :3] = True
+    acted[0, 2, :1] = True
+    acted[1, 1, :2] = True  # and nothing in its second game
+    assert vae.watched_steps(config, acted) == ((3 + 1) + (2 + 0)) / 2
+
+
 def test_batches_hold_each_sample_once_and_what_belongs_to_it():
     config = PRETRAINING_CASES["walls"]
     data = played(config, 6)

@@ -158,11 +158,14 @@ def test_right_labels_make_a_good_model():
     assert row["exact_match"] > 0.97 and row["obs_mse"] < 0.002
 
 
-def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch):
+def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wm, "draw_pictures", lambda *_: None)
     config, steps = PRETRAINING_CASES["two players"], {"num_updates": 4, "log_every": 2, "batch_size": 16}
     args = small_args(**steps, num_transitions=300, held_out_games=30, config=config, run_dir=str(tmp_path))
     figures = wm.main(args)
+    learned_from = wm.collect_games(args, config, args.seed, "cpu")[0]
+    env_steps = sum(int(step.any()) for game_steps in learned_from.acted for step in game_steps)
+    assert f"to learn from, in each seed: {env_steps} env steps\n" in capsys.readouterr().out
     world = wm.make_world_model(args, config, [args.seed], torch.device("cpu"))
     world.load_state_dict(game.load_checkpoint(figures["checkpoint"], wm.FORMAT, wm.KEYS)["networks"]["world"])
     held_out = wm.make_dataset([wm.collect_games(args, config, args.seed, "cpu")[1]])
