@@ -76,7 +76,6 @@ PICTURES = 10  # how often in a run histograms go to TensorBoard
 MOA_STRIDE = 8  # MOA is measured on every 8th step
 PER_LEARNER = {  # metric -> its name in per_agent/
     "moa/nll": "moa_nll",
-    "losses/value_loss": "value_loss",
     "losses/value_loss_real": "value_loss_real",
     "losses/explained_variance": "explained_variance",
 }

@@ -398,13 +398,8 @@ sys.argv = [{path!r}]
 sys.path.insert(0, os.path.dirname({path!r}))
 runpy.run_path({path!r}, run_name="__main__")
 """
-PROGRAMS = [
-    *sorted(path.name for path in ROOT.glob("*.py")),
-    *sorted(
-        str(path.relative_to(ROOT)) for folder in ("evaluation", "benchmarks") for path in ROOT.glob(f"{folder}/*.py")
-    ),
-    "benchmarks/baselines/ppo_gru.py",
-]
+SCRIPTS = [path for where in ("*.py", "evaluation/*.py", "benchmarks/**/*.py") for path in sorted(ROOT.glob(where))]
+PROGRAMS = [str(path.relative_to(ROOT)) for path in SCRIPTS if "__main__" in path.read_text()]
 
 
 def start_until_torch(program, action, **environment):
