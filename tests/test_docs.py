@@ -22,6 +22,7 @@ from stag_hunt_env import StagHuntConfig, parse
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
@@ -303,6 +304,7 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
         shutil.copytree(tiny_runs["one"], tmp_path / "runs/RUN_B")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate, "film", lambda *_: None)
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
     monkeypatch.setattr(adapt, "SETS", {name: sets[:1] for name, sets in adapt.SETS.items()})
     copy = str(ROOT / ("hopplus_mcts.py" if searching else "hopplus_ppo.py"))
     words = [{"runs/RUN": "RUN", "my_idea.py": copy, "my_copy.py": copy}.get(word, word) for word in words]

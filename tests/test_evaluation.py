@@ -70,8 +70,10 @@ FILM = evaluate.film
 
 
 @pytest.fixture(autouse=True)
-def no_film(monkeypatch):
+def no_pictures(monkeypatch):
+    """Of MOA: see test_moa.py"""
     monkeypatch.setattr(evaluate, "film", lambda run, state, path: path.touch())
+    monkeypatch.setattr(moa, "draw", lambda path, *_: Path(path).touch())
 
 
 def edited(path, change, name="edited.pt"):
@@ -212,10 +214,10 @@ def test_no_tool_stands_in_the_way_of_the_standard_library():
     assert {"inspector", "speed"} <= names and not names & sys.stdlib_module_names
 
 
-def test_without_docstrings(small, tmp_path):
+def test_without_docstrings(tmp_path):
     """python -OO drops them"""
-    shutil.copy(small, tmp_path)
-    words = [ROOT / "evaluation/evaluate.py", tmp_path / "checkpoint.pt", "--games", "2", "--device", "cpu"]
+    path = untrained(tmp_path, "ppo")
+    words = [ROOT / "evaluation/evaluate.py", path, "--games", "2", "--device", "cpu"]
     done = subprocess.run([sys.executable, "-OO", *map(str, words)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "seat 2 learner" in done.stdout, done.stderr
 
