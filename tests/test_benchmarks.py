@@ -696,12 +696,8 @@ def test_what_pretraining_found_is_read_from_its_tables(tmp_path):
 def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
     import matplotlib.pyplot  # noqa: F401, it must see Figure as it is
 
-    def savefig(figure, path, **_):
-        """In a third of the time"""
-        figure.draw_without_rendering()
-        path.touch()
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: path.touch())  # in a third of the time
+    monkeypatch.setattr(Figure, "tight_layout", lambda *_, **options: None)
     shutil.copytree(Path(experiments.ROOT) / "docs/data", tmp_path / "data")
     of_runs = [name for name, section in sections.SECTIONS.items() if section.runs]
     published = [name for name in of_runs if (tmp_path / f"data/section_{name}.csv").exists()]
