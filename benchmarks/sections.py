@@ -56,9 +56,9 @@ METHODS = {
     },
     "8x8": {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
-        "PPO, mixed": Method(PPO, 1024, 8_000_000, f"--method ppo {SLOW} {MIXED}"),
-        "GRU, mixed": Method(GRU, 1024, 8_000_000, MIXED_GRU),
-        "+ subgoals, mixed": Method(PPO, 1024, 8_000_000, f"{MIXED_OMG} {SLOW}"),
+        "PPO, mixed": Method(PPO, 1024, 13_000_000, f"--method ppo {SLOW} {MIXED}"),
+        "GRU, mixed": Method(GRU, 1024, 13_000_000, MIXED_GRU),
+        "+ subgoals, mixed": Method(PPO, 1024, 13_000_000, f"{MIXED_OMG} {SLOW}"),
         "HOP+": Method(PPO, 256, 2_000_000),
     },
 }
