@@ -254,13 +254,14 @@ def shrunk(args, folder):
 
 
 def trainings() -> dict[str, tuple[str, ...]]:
-    """Commands that train; of those that differ only in size, one"""
+    """Commands that train; of those that differ only in size and board, one"""
     elsewhere = {"--help", "--resume", "--evaluate", "--vae-checkpoint", "--world-model-checkpoint"}  # they need a run
     found = {}
     for script, *words in commands():
         if (script in TRAINING or script.startswith(("my_", "pretrain_"))) and not elsewhere & set(words):
             try:
-                args = dataclasses.replace(shrunk(parse_command(script, words), ""), exp_name="", seed=1)
+                args = shrunk(parse_command(script, words), "")
+                args = dataclasses.replace(args, exp_name="", seed=1, config=StagHuntConfig())
             except SystemExit:  # a wrong flag: the test will say so
                 args = words
             found.setdefault(f"{script} {args}", (script, *words))
