@@ -205,11 +205,15 @@ def report(run: Run, state: Seated, start: str) -> None:
 
 
 def print_scores(kinds: dict[str, Kind]) -> None:
-    columns = list(next(iter(kinds.values())).scores)
-    print(f"{'MOA about':<24}" + "".join(f"{name:>15}" for name in columns) + f"{'actions':>10}")
+    names = [*next(iter(kinds.values())).scores, "actions"]
+    widths = [max(8, len(name) + 2) for name in names]
+    header = "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    print(f"{'MOA about':<16}{header}")
     for name, kind in kinds.items():
-        cells = "".join(f"{value:>15.3f}" for value in kind.scores.values())
-        print(f"{name:<24}{cells}{sum(kind.counts.values()):>10}")
+        texts = [f"{value:.3f}" for value in kind.scores.values()]
+        texts.append(str(sum(kind.counts.values())))
+        cells = "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
+        print(f"{name:<16}{cells}")
 
 
 def print_actions(kinds: dict[str, Kind], figure: str) -> None:
