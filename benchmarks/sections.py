@@ -59,7 +59,7 @@ METHODS = {
         "PPO, mixed": Method(PPO, 1024, 13_000_000, f"--method ppo {SLOW} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 13_000_000, MIXED_GRU),
         "+ subgoals, mixed": Method(PPO, 1024, 13_000_000, f"{MIXED_OMG} {SLOW}"),
-        "HOP+": Method(PPO, 256, 2_000_000),
+        "HOP+": Method(PPO, 256, 3_000_000),
     },
 }
 SELF_PLAY = ("PPO", "HOP+")
