@@ -30,6 +30,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -80,7 +81,7 @@ class ExperimentArgs:
     draw: bool = False
     """only draw the figures and print the tables from docs/data"""
     parallel: int = 3
-    """runs at once"""
+    """commands at once: runs, and what follows them"""
     only: tuple[str, ...] = ()
     """only these runs of the sections"""
     extra: str = ""
@@ -153,8 +154,8 @@ def resolve(args: Args, command: str, checkpoints: list[str]) -> list[str]:
     return [*words[:end], *args.extra_then.split(), *words[end:]]
 
 
-def make(args: Args, run: Run) -> None:
-    """The run and what follows it"""
+def make(args: Args, run: Run, places: threading.Semaphore) -> None:
+    """The run and what follows it. places: how many commands may run at once, with those of other runs"""
     folder = folder_of(args, run)
     if (folder / "finished").exists():
         return
@@ -165,9 +166,18 @@ def make(args: Args, run: Run) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
         folder.mkdir(parents=True)
 
-    def call(log: str, *command: str) -> None:
-        with open(folder / f"{log}.log", "a") as file:
+    def call(log: str, *command: str) -> float:
+        """-> seconds"""
+        with places, open(folder / f"{log}.log", "a") as file:
+            started = time.time()
             subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, check=True)
+            return time.time() - started
+
+    def follow(number: int, command: str) -> None:
+        done = folder / f"then_{number}.done"
+        if not done.exists():  # else of an attempt that was cut off later
+            call(f"then_{number}", *resolve(args, command, checkpoints_in(folder)))
+            done.touch()
 
     flags = [*run.flags.split(), *args.extra.split(), "--run-dir", str(folder)]
     if run.script != GRU:
@@ -175,25 +185,22 @@ def make(args: Args, run: Run) -> None:
     if begun:
         flags = ["--resume", begun[0]]
     elif run.before:
-        started = time.time()
+        seconds = 0.0
         for number, (script, script_flags, flag) in enumerate(run.before):
             there = folder / f"before_{number}"
             script_flags = [*script_flags.split(), *args.extra_before.split()]
-            call(f"before_{number}", script, *script_flags, "--run-dir", str(there))
+            seconds += call(f"before_{number}", script, *script_flags, "--run-dir", str(there))
             flags += [flag, checkpoints_in(there)[0]]
-        (folder / "seconds_before").write_text(f"{time.time() - started:.1f}")
+        (folder / "seconds_before").write_text(f"{seconds:.1f}")
     script = [run.script]
     if run.patch:
         script = ["benchmarks/experiments.py", "--patched", *run.patch, "--script", run.script, "--"]
     if not trained:
-        started = time.time()
-        call("train", *script, *flags)
-        (folder / "seconds").write_text(f"{time.time() - started:.1f}")
-    for number, command in enumerate(run.then):
-        done = folder / f"then_{number}.done"
-        if not done.exists():  # else of an attempt that was cut off later
-            call(f"then_{number}", *resolve(args, command, checkpoints_in(folder)))
-            done.touch()
+        seconds = call("train", *script, *flags)
+        (folder / "seconds").write_text(f"{seconds:.1f}")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for job in [pool.submit(follow, *item) for item in enumerate(run.then)]:
+            job.result()
     if not run.keep:
         for path in checkpoints_in(folder):
             Path(path).unlink()
@@ -209,9 +216,10 @@ def needed_first(runs: list[Run]) -> list[Run]:
 
 def make_all(args: Args, runs: list[Run]) -> None:
     begun = time.time()
+    places = threading.Semaphore(args.parallel)
     longest_first = sorted(dict.fromkeys(runs), key=lambda run: -len(run.then))
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-        jobs = {pool.submit(make, args, run): run for run in longest_first}
+        jobs = {pool.submit(make, args, run, places): run for run in longest_first}
         for count, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             state = "done"
             error = job.exception()

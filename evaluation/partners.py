@@ -49,6 +49,8 @@ class PartnersFlags:
     """of frozen learners: places with co-players of their own, per seed; the table is their mean"""
     meetings: game.Count = 64
     """the same of learners that learn (default without a GPU: 8)"""
+    learning_rate: game.Positive = 1e-3
+    """of learners that learn: step size of their policies"""
     seats: str | None = None
     """who sits where (None: as in training)"""
     population: str | None = None
@@ -216,6 +218,7 @@ def learning(args: Args, run: Run) -> np.ndarray:
         steps=args.games_together * final_time,
         every=final_time,
         games_at_once=1,
+        learning_rate=args.learning_rate,
         **smaller,
     )
     index = []

@@ -422,9 +422,10 @@ def test_a_copy_in_another_folder_asks_for_the_game_and_finds_it_by_its_path(tmp
     copy.write_text((ROOT / "hopplus_ppo.py").read_text())
     monkeypatch.chdir(tmp_path)
     say = "print('found', flush=True); os._exit(0)"
-    missing = start_until_torch(copy, say, PYTHONPATH="")
+    packages = os.pathsep.join(path for path in sys.path if path and Path(path) != ROOT)
+    missing = start_until_torch(copy, say, PYTHONPATH=packages)
     assert missing.stderr.strip().endswith("ModuleNotFoundError: No module named 'stag_hunt_env'")
-    assert start_until_torch(copy, say, PYTHONPATH=str(ROOT)).stdout == "found\n"
+    assert start_until_torch(copy, say, PYTHONPATH=os.pathsep.join([str(ROOT), packages])).stdout == "found\n"
 
 
 def test_who_wants_them_to_spin_may_say_so():
