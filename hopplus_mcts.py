@@ -338,7 +338,7 @@ DEFAULTS = {  # what differs from the class defaults
     ("hop", "cpu"): {**HOP, **SEARCH_ON_CPU, "num_trees": 5, "pretraining_updates": 0},
 }
 LARGE_BOARD = {  # and where there are more than 16 cells
-    ("hopplus", "cuda"): {"total_timesteps": 3_000_000},
+    ("hopplus", "cuda"): {"total_timesteps": 4_000_000},
     ("ppo", "cpu"): PPO_LARGE_ON_CPU,
     ("ppo-omg", "cpu"): PPO_LARGE_ON_CPU,
     ("hopplus", "cpu"): {"total_timesteps": 350_000},

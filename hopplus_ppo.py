@@ -259,7 +259,7 @@ DEFAULTS = {  # what differs from the class defaults
     ("hopplus", "cpu"): {**ON_CPU, **MODELS_ON_CPU, **IMAGINATION_ON_CPU},
 }
 LARGE_BOARD = {  # and where there are more than 16 cells
-    ("hopplus", "cuda"): {"total_timesteps": 3_000_000},
+    ("hopplus", "cuda"): {"total_timesteps": 4_000_000},
     ("ppo", "cpu"): PPO_LARGE_ON_CPU,
     ("ppo-omg", "cpu"): PPO_LARGE_ON_CPU,
     ("hopplus", "cpu"): {"total_timesteps": 350_000},

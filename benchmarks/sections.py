@@ -59,7 +59,7 @@ METHODS = {
         "PPO, mixed": Method(PPO, 1024, 13_000_000, f"--method ppo {SLOW} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, 13_000_000, MIXED_GRU),
         "+ subgoals, mixed": Method(PPO, 1024, 13_000_000, f"{MIXED_OMG} {SLOW}"),
-        "HOP+": Method(PPO, 256, 3_000_000),
+        "HOP+": Method(PPO, 256, 4_000_000),
     },
 }
 SELF_PLAY = ("PPO", "HOP+")
@@ -150,7 +150,7 @@ ARMS = {  # what the policy may know: script and flags
     "told": (PPO, "--method ppo-omg --subgoals oracle"),
 }
 HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an arm, too
-HOPPLUS_STEPS = 2_000_000
+HOPPLUS_STEPS = 3_000_000
 PARTNERS = "evaluation/partners.py RUN"
 STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
 LEARNING_ARMS = ("none", "GRU", "HOP+")  # also as they go on learning beside such a partner
@@ -683,7 +683,7 @@ SECTIONS = {
                 f"{PPO_WALLS} --total-timesteps 8000000 --learning-rate 1e-4",
                 then=(EVALUATE, ADAPT),
             ),
-            "HOP+": Run(f"{WALLS} --log-every 5 --total-timesteps 2000000", then=(*MODELS, ADAPT)),
+            "HOP+": Run(f"{WALLS} --log-every 5 --total-timesteps 4000000", then=(*MODELS, ADAPT)),
             "HOP+ MCTS": Run(f"{WALLS} --log-every 2 --total-timesteps 240000", MCTS, then=(*MODELS, SEARCH_ADAPT)),
         },
         [

@@ -682,7 +682,7 @@ def test_help_has_examples_and_the_defaults_of_the_other_device(script, capsys):
     head, flags = text.split(" options ", 1)
     examples = [f"python {Path(script.__file__).name}", "--method"]
     assert all(example in head for example in examples)
-    assert "The defaults are those of --method hopplus on 5x4 on cpu. On cuda: --total-timesteps 3000000" in head
+    assert "The defaults are those of --method hopplus on 5x4 on cpu. On cuda: --total-timesteps 4000000" in head
     assert "--num-envs 256, --learning-rate 0.001" in head and "env steps per seed (default: 350000)" in flags
     for symbol in ("s^g", "q_phi", "f_psi"):
         assert symbol not in text, f"{symbol} means nothing to who reads --help first"
