@@ -324,9 +324,10 @@ def test_how_a_partner_learns(script, method, mode, tmp_path, monkeypatch):
     monkeypatch.setattr(partners.adapt, "make_state", make_state)
     monkeypatch.setattr(partners.adapt, "first_boards", lambda run, index: "boards")
     paths = untrained(tmp_path / "run", script, **({"method": method} if method else {}))
-    found, _ = play_partners(monkeypatch, paths, [], modes=("learning",), meetings=4, games_together=7)
+    given = {"modes": ("learning",), "meetings": 4, "games_together": 7, "learning_rate": 0.25}
+    found, _ = play_partners(monkeypatch, paths, [], **given)
     ((flags, tables, index, found_mode),) = seen
-    assert (flags.steps, flags.every, flags.games_at_once) == (7 * 5, 5, 1)
+    assert (flags.steps, flags.every, flags.games_at_once, flags.learning_rate) == (7 * 5, 5, 1, 0.25)
     assert found_mode == mode and index == [0] * 4 + [1] * 4
     for table in tables:
         assert table[0] == "learner" and table[2:] == ["nearest_hare"] * 2
