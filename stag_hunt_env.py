@@ -707,7 +707,7 @@ class SeatFlags:
     seats: str | None = None  # who sits where: learner, mixed, a player or a stranger (None: learners everywhere)
     population: str = ",".join(POPULATION)  # the players that mixed seats, pretraining and the exact posterior know
     redraw: str = "game"  # when a mixed seat gets a new player: after each game, never, or with this probability
-    unsteady: Fraction = 0.35
+    unsteady: Fraction = 0.5
     """share of the places whose mixed seats get a new player after each game whatever --redraw says,
     while the others' memory goes on: so a learner learns that somebody may not be who it was (it
     changes nothing where no memory outlasts a game)"""

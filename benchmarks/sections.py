@@ -153,7 +153,11 @@ HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an ar
 HOPPLUS_STEPS = 3_000_000
 PARTNERS = "evaluation/partners.py RUN"
 STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
-LEARNING_ARMS = ("none", "GRU", "HOP+")  # also as they go on learning beside such a partner
+LEARNING_ARMS = {  # also as they go on learning beside such a partner: flags of partners.py
+    "none": " --learning-rate 3e-5",  # by PPO on real games; larger steps forget what was learned before
+    "GRU": " --learning-rate 3e-5",
+    "HOP+": "",
+}
 HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
 ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
 LARGE = BOARDS["8x8"]
@@ -221,7 +225,9 @@ def partner_commands(task: str, arm: str) -> tuple[str, ...]:
         return (PARTNERS,)
     if "stays" not in task:
         return ()
-    modes = "frozen learning" if arm in LEARNING_ARMS else "frozen"
+    modes = "frozen"
+    if arm in LEARNING_ARMS:
+        modes = f"frozen learning{LEARNING_ARMS[arm]}"
     strange = (f"{PARTNERS} --population {name} --modes {modes}" for name in STRANGE_PARTNERS)
     return PARTNERS, *strange
 

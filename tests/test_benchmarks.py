@@ -1239,7 +1239,8 @@ def test_learners_that_others_meet_are_made_first(tmp_path, monkeypatch, capsys)
     broken.clear()
     experiments.main(args)
     assert scripts[:5].count(sections.GRU) == 1 and "evaluation/adapt.py" not in scripts[:6]
-    assert scripts[-2:] == ["evaluation/adapt.py", "evaluation/cross_play.py"]
+    assert scripts[-2:] == ["hopplus_ppo.py", "evaluation/adapt.py"], "the broken one, and what waited for it"
+    assert scripts.count("evaluation/adapt.py") == 3 and scripts.count("evaluation/cross_play.py") == 1
     kept = {path.parent.parent for path in tmp_path.glob("runs/*/*/checkpoint.pt")}
     assert kept == {experiments.folder_of(args, run) for run in sections.other_runs("4x4").values()}
     args.only = ("nobody",)
@@ -1551,7 +1552,7 @@ def test_every_method_meets_the_same_players(board):
     for name in redraw:
         args = flags[name]
         assert (args.seats, args.population) == ("learner,mixed,mixed,mixed", watched)
-        assert (args.redraw, args.unsteady) == (redraw[name], 0.35)
+        assert (args.redraw, args.unsteady) == (redraw[name], 0.5)
         assert (args.num_envs, args.total_timesteps) == (control.num_envs, control.total_timesteps)
         assert (args.seed, args.num_seeds, args.config) == (11, 5, control.config)
     assert flags["+ subgoals, mixed"].learning_rate == control.learning_rate

@@ -318,7 +318,7 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
         " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
         "evaluation/cross_play.py": "--games 4",
         "evaluation/subgoals.py": "--games 4",
-        "evaluation/partners.py": "--games-together 2 --places 16",
+        "evaluation/partners.py": "--games-together 1 --places 8 --meetings 2",
     }[script].split()
     before = set(tmp_path.rglob("*"))
     MODULES[script].main(MODULES[script].parse_args(words))

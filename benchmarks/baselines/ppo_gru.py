@@ -51,7 +51,7 @@ class TrainArgs:
     """the players that mixed seats draw from"""
     redraw: str = "never"
     """when a mixed seat gets a new player: after each game, never, or after a game with this probability"""
-    unsteady: Fraction = 0.35
+    unsteady: Fraction = 0.5
     """share of the places whose mixed seats get a new player after each game whatever --redraw says
     (without --keep-state: none)"""
     keep_state: bool = True
