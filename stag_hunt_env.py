@@ -54,10 +54,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
-# Before `import torch`: its threads wait for each other by spinning, and so slow down every other
-# busy program. PPO, 150 000 steps on two x86 cores: two runs side by side 82 s each, with this
-# 17 s; one alone 10 s, with this 15 s. (Read by GNU's OpenMP, that of torch on Linux.)
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 IMPORTS_BEGAN = time.perf_counter()
 
 
@@ -1538,6 +1534,10 @@ def check_run_flags(args) -> None:
 def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., dict]) -> dict:
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2. What is
     not caught here is a mistake in the code and wants its traceback."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Tensors are small here: a second thread brings 5 to 20 % (PPO on 8x8: 60 %), and beside a
+        # busy program, where threads wait for each other, it takes three times as long.
+        torch.set_num_threads(1)
     try:
         sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding has no such letter
         return main(_read_flags(parse_args))

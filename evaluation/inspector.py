@@ -10,7 +10,6 @@ own functions what each learner believed in each step, and writes the answers in
 seeds the first one plays. `docs/inspector.md` explains the page.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -82,17 +81,6 @@ def parse_args(words: list[str]) -> Args:
 # ---- Games
 
 
-@contextlib.contextmanager
-def one_thread():
-    """Small tensors: more threads cost more than they bring, on busy machines ten times the time"""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def seat_learners(run: Run, table: list[str], seed: int, **changes) -> Seated:
     """The learners of the first seed, in the seats of `table`"""
     index = runs.learner_indices(run, table, num_seeds=1)
@@ -103,7 +91,6 @@ def visible(state: game.State, returns) -> dict[str, torch.Tensor]:
     return game.copy_state(state)._asdict() | {"returns": returns.clone()}
 
 
-@one_thread()
 @torch.no_grad()
 def record_games(run: Run, state: Seated, games: list[int]) -> tuple[NamedTuple, dict, dict]:
     """Plays until `games` [B] have ended at each place. -> the script's Transitions [M, T, E, ...], with histories in
@@ -215,7 +202,6 @@ def forget_earlier_games(history) -> torch.Tensor:
     return torch.cat([now, torch.zeros_like(before)], -1)
 
 
-@one_thread()
 @torch.no_grad()
 def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
     """What each learner thought before each step, each [M, T, E, ...]. `goal`: where goals have
