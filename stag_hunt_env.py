@@ -1535,7 +1535,7 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2. What is
     not caught here is a mistake in the code and wants its traceback."""
     if "OMP_NUM_THREADS" not in os.environ:
-        # Tensors are small here: a second thread brings 5 to 20 % (PPO on 8x8: 60 %), and beside a
+        # Tensors are small here: a second thread brings 5 to 25 % (PPO on 8x8: 60 %), and beside a
         # busy program, where threads wait for each other, it takes three times as long.
         torch.set_num_threads(1)
     try:
