@@ -1535,8 +1535,8 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
     """Runs main on the flags. Wrong flags and wrong input end with one line and exit code 2. What is
     not caught here is a mistake in the code and wants its traceback."""
     if "OMP_NUM_THREADS" not in os.environ:
-        # Tensors are small here: a second thread brings 5 to 25 % (PPO on 8x8: 60 %), and beside a
-        # busy program, where threads wait for each other, it takes three times as long.
+        # Tensors are small here: a second thread brings 20 to 30 % (PPO on 8x8: 60 %). Beside a busy
+        # program, where threads wait for each other, PPO has a quarter of the speed with two.
         torch.set_num_threads(1)
     try:
         sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding has no such letter

@@ -411,7 +411,7 @@ def start_until_torch(program, action, **environment):
 
 @pytest.mark.parametrize(("given", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2")])
 def test_one_thread_unless_more_are_asked_for(given, threads):
-    """Two that wait for each other are three times slower beside a busy program"""
+    """Two that wait for each other are four times slower beside a busy program"""
     source = "import stag_hunt_env, torch; stag_hunt_env.command_line(list, lambda _: print(torch.get_num_threads()))"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
