@@ -11,6 +11,7 @@ from benchmarks.results import (
     GAMES,
     by_game,
     by_run,
+    in_three_signs,
     interval,
     labels_in,
     mean_of_games,
@@ -26,10 +27,10 @@ from benchmarks.results import (
 from benchmarks.sections import (
     BOARDS,
     DOSES,
-    SAME_STEPS,
     SEARCH_LABEL,
     SECTIONS,
     TASKS,
+    TIMINGS,
     board_of,
     dose_label,
     label_of,
@@ -69,7 +70,6 @@ PRINTED_BESIDE = {  # what a table has beside what is drawn
     "after/exact/1": "after/exact_own/1",
     "after/exact/20": "after/exact_own/20",
 }
-DECISIONS = "decisions_gpu.csv"  # in docs/data, of benchmarks/decisions.py
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 OUTSIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of a legend
 RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
@@ -88,14 +88,14 @@ def line_style(number: int) -> dict:
     return {"color": f"C{number % 8}", "ls": "-" if number < 8 else "--"}
 
 
-def heat_map(axis, table: np.ndarray, low: float, high: float, fontsize: float = 8) -> None:
-    """Numbers in coloured cells, dark ones in white"""
-    axis.imshow(table, vmin=low, vmax=high, aspect="auto")
+def heat_map(axis, table: np.ndarray) -> None:
+    """Shares or scores in coloured cells, dark ones in white"""
+    axis.imshow(table, vmin=0, vmax=1, aspect="auto")
     axis.grid(visible=False)
     for (y, x), value in np.ndenumerate(table):
         if not np.isnan(value):
-            colour = "white" if value > low + 0.6 * (high - low) else "black"
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=fontsize)
+            colour = "white" if value > 0.6 else "black"
+            axis.text(x, y, in_three_signs(value), ha="center", va="center", color=colour, fontsize=8)
 
 
 def bars(axis, rows: list[dict], key: str) -> None:
@@ -239,7 +239,7 @@ def steps_by_dose(axis, rows: list[dict], flag: str) -> None:
 def adaptation(axis, scores: dict[str, dict[str, float]], _: str) -> None:
     players = list(dict.fromkeys(p for row in scores.values() for p in row))
     table = np.array([[row.get(p, np.nan) for p in players] for row in scores.values()])
-    heat_map(axis, table, 0, 1)
+    heat_map(axis, table)
     axis.set(title="score: random 0, best response 1")
     axis.set_xticks(range(len(players)), players, rotation=35, ha="right")
     axis.set_yticks(range(len(scores)), scores)
@@ -302,7 +302,7 @@ def moa_actions(axis, rows: list[dict], figure: str) -> None:
         cells.setdefault(label, {})[row["action"]] = float(row[figure])
         cells.setdefault(f"{label}, ceiling", {})[row["action"]] = float(row[f"{figure} ceiling"])
     table = np.array([[of_actions[action] for action in actions] for of_actions in cells.values()])
-    heat_map(axis, table, 0, 1)
+    heat_map(axis, table)
     label_cells(axis, list(cells), actions)
     axis.set(title=f"{figure} of each action", xlabel="action", ylabel="co-player: run")
 
@@ -315,7 +315,7 @@ def moa_confusion(axis, rows: list[dict], run: str) -> None:
         if row["run"] == run and int(row["times"]) > 0:
             shares = [float(row[f"guessed {action}"]) / int(row["times"]) for action in actions]
             cells[f"{row['kind']}: {row['action']}"] = shares
-    heat_map(axis, np.array(list(cells.values())), 0, 1)
+    heat_map(axis, np.array(list(cells.values())))
     label_cells(axis, list(cells), actions)
     axis.set_title(f"{run}: what was done, what was guessed")
     axis.set(xlabel="MOA's likeliest action", ylabel="what was done")
@@ -394,9 +394,9 @@ def returns_until(rows: list[dict], run: str, clock: str, limit: float) -> list[
     return list(returns.values())
 
 
-def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
-    """Returns after SAME_STEPS and after `seconds`, and how long the run took"""
-    after_steps = returns_until(rows, run, "steps", SAME_STEPS)
+def time_row(rows: list[dict], run: str, steps: int, seconds: float) -> list[str]:
+    """Returns after `steps` and after `seconds`, and how long the run took"""
+    after_steps = returns_until(rows, run, "steps", steps)
     after_time = returns_until(rows, run, "all_seconds", seconds)
     whole = max(float(row["all_seconds"]) for row in rows if row["run"] == run)
     cell = "not ready"
@@ -407,13 +407,14 @@ def time_row(rows: list[dict], run: str, seconds: float) -> list[str]:
     return [run, plus_minus(interval(after_steps)), cell, f"{whole:.0f}"]
 
 
-def print_time(docs: Path) -> None:
+def print_time(docs: Path, number: str) -> None:
     """After equal steps, and after the time that the search takes for these; ms a decision"""
-    rows = read(docs, "time", "_curves")
+    timing = TIMINGS[number]
+    rows = read(docs, number, "_curves")
     searched = [float(row["all_seconds"]) for row in rows if row["run"] == SEARCH_LABEL]
     if not searched:  # --only others
         return
-    path = docs / "data" / DECISIONS
+    path = docs / "data" / timing.decisions
     decisions = read_csv(path) if path.exists() else []
     sizes = list(dict.fromkeys(row["games"] for row in decisions))
     milliseconds = {}
@@ -423,10 +424,10 @@ def print_time(docs: Path) -> None:
     table = []
     for run in labels_in(rows):
         of_decisions = [milliseconds.get((run, games), "") for games in sizes]
-        table.append([*time_row(rows, run, seconds), *of_decisions])
+        table.append([*time_row(rows, run, timing.same_steps, seconds), *of_decisions])
     header = [
         "run",
-        f"return after {SAME_STEPS} steps",
+        f"return after {timing.same_steps} steps",
         f"after {seconds:.0f} s",
         "seconds of the whole run",
     ]
@@ -665,8 +666,8 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
     print_parties(docs, number)
     for flag in (key for kind, key in panels if kind == "return by dose"):
         print_doses(rows, flag)
-    if number == "time":
-        print_time(docs)
+    if number in TIMINGS:
+        print_time(docs, number)
     print_moa(docs, number)
     print_moa_actions(docs, number)
     for key in (key for kind, key in panels if kind == "against"):

@@ -75,6 +75,13 @@ def labels_in(rows: list[dict]) -> list[str]:
     return list(dict.fromkeys(row["run"] for row in rows))
 
 
+def in_three_signs(value: float) -> str:
+    """For a small cell: .86, 1.0, -2.4"""
+    if -1 < value < 0.995:
+        return f"{value:.2f}".replace("0.", ".", 1)
+    return f"{value:.1f}"
+
+
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for row in rows:

@@ -269,7 +269,9 @@ SEEDS5 = "--num-seeds 5 --log-every 2"
 SEEDS8 = "--num-seeds 8 --log-every 2"
 SHORT = f"{SEEDS5} --total-timesteps 300000"
 BRIEF = f"{SEEDS5} --total-timesteps 150000"
-QUICK = "--num-envs 256 --learning-rate 5e-4"  # fewest steps of PPO on 4x4; on 8x8 it would end with hares
+# With which PPO needs fewest steps; the first would end with hares on 8x8
+QUICK = "--num-envs 256 --learning-rate 5e-4"
+QUICK_8X8 = "--num-envs 256 --learning-rate 1e-4"
 SUBGOALS = f"{SHORT} --method ppo-omg {QUICK}"
 CALM = f"{SHORT} --learning-rate 5e-4"  # with which real samples alone learn to hunt the stag, too
 FOR_ACTOR = f"{CALM} --critic-data real"
@@ -281,7 +283,8 @@ SEARCH = f"{SEEDS5} --total-timesteps 120000"
 SEARCH_LONG = f"{SEEDS5} --total-timesteps 400000"
 UNTRAINED = f"{SEEDS8} --total-timesteps 120000 --pretraining-updates 0 --offline-ratio 0 --search-model env"
 FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 100000 --num-envs 64"
-PPO_FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 400000 --num-envs 128 --method ppo --learning-rate 5e-4"
+PPO_FEW = f"{TEST_SEEDS} --log-every 2 --method ppo --total-timesteps 600000 {QUICK}"
+PPO_FEW_8X8 = f"{TEST_SEEDS} --log-every 2 {LARGE} --method ppo --total-timesteps 2000000 {QUICK_8X8}"
 TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
 ABLATED = method_flags(METHODS["4x4"]["HOP+"], "4x4", TEST_SEEDS)
 SEARCHES = {
@@ -433,34 +436,66 @@ def hop_runs() -> dict[str, Run]:
 
 class Timed(NamedTuple):
     script: str
-    flags: str  # of the method
-    training: str  # and how it is trained
+    flags: str
+    pace: str  # what is fast trains for longer, so that it can be compared after equal time too
 
 
-SAME_STEPS = 122_880  # 15 iterations of 256 games: every run has a line there
-# What is fast trains for longer, so that it can be compared after equal time too.
-FAST_TRAINING = "--total-timesteps 1600000 --log-every 5 --learning-rate 5e-4"
-IMAGINED_TRAINING = "--total-timesteps 310000 --log-every 1"
-SEARCHED_TRAINING = f"--total-timesteps {SAME_STEPS} --log-every 1"
+class Timing(NamedTuple):
+    """On one kind of machine"""
+
+    flags: str  # of all runs
+    same_steps: int  # every run has a line there
+    training: dict[str, str]  # pace -> flags
+    decisions: str  # table of benchmarks/decisions.py in docs/data
+
+
 SEARCH_LABEL = "search"
 TIMED = {
-    "PPO": Timed(PPO, "--method ppo", FAST_TRAINING),
-    "PPO + subgoals": Timed(PPO, "--method ppo-omg", FAST_TRAINING),
-    "Direct-OM": Timed(PPO, "--method ppo-omg --subgoals actions", FAST_TRAINING),
-    "HOP+": Timed(PPO, "", IMAGINED_TRAINING),
-    SEARCH_LABEL: Timed(MCTS, "", SEARCHED_TRAINING),
-    "search, one step": Timed(MCTS, "--planner one-step", SEARCHED_TRAINING),
-    "search, Gumbel": Timed(MCTS, "--root gumbel", SEARCHED_TRAINING),
-    "search, infers in the tree": Timed(MCTS, "--infer-in-tree", SEARCHED_TRAINING),
-    "search, Direct-OM": Timed(MCTS, "--subgoals actions", SEARCHED_TRAINING),
-    "HOP": Timed(MCTS, "--method hop", SEARCHED_TRAINING),
+    "PPO": Timed(PPO, "--method ppo", "fast"),
+    "PPO + subgoals": Timed(PPO, "--method ppo-omg", "fast"),
+    "Direct-OM": Timed(PPO, "--method ppo-omg --subgoals actions", "fast"),
+    "HOP+": Timed(PPO, "", "imagines"),
+    SEARCH_LABEL: Timed(MCTS, "", "searches"),
+    "search, one step": Timed(MCTS, "--planner one-step", "searches"),
+    "search, Gumbel": Timed(MCTS, "--root gumbel", "searches"),
+    "search, infers in the tree": Timed(MCTS, "--infer-in-tree", "searches"),
+    "search, Direct-OM": Timed(MCTS, "--subgoals actions", "searches"),
+    "HOP": Timed(MCTS, "--method hop", "searches"),
 }
+TIMINGS = {  # section -> how it is run
+    "time": Timing(
+        "--num-envs 256",
+        122_880,
+        {
+            "fast": "--total-timesteps 1600000 --log-every 5 --learning-rate 5e-4",
+            "imagines": "--total-timesteps 310000 --log-every 1",
+            "searches": "--total-timesteps 122880 --log-every 1",
+        },
+        "decisions_gpu.csv",
+    ),
+    "time-cpu": Timing(
+        "--device cpu",
+        40_960,
+        {
+            "fast": "--total-timesteps 655360 --log-every 5",
+            "imagines": "--total-timesteps 122880 --log-every 2",
+            "searches": "--total-timesteps 40960 --log-every 1",
+        },
+        "decisions_cpu.csv",
+    ),
+}
+TIMED_PANELS = [
+    ("curves", "return"),
+    ("curves over all seconds", "return"),
+    ("bars", "steps_to_2.8"),
+    ("bars", "all_seconds_to_2.8"),
+]
 
 
-def timed_runs() -> dict[str, Run]:
+def timed_runs(timing: Timing) -> dict[str, Run]:
     runs = {}
     for name, method in TIMED.items():
-        words = f"{TEST_SEEDS} --num-envs 256 {method.training} {method.flags}".split()
+        words = f"{TEST_SEEDS} {timing.flags} {timing.training[method.pace]} {method.flags}".split()
         runs[name] = Run(" ".join(words), method.script)
     return runs
 
@@ -610,6 +645,7 @@ SECTIONS = {
             "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(PPO_FEW),
+            "PPO, few steps, 8x8": Run(PPO_FEW_8X8),
             "HOP+, few steps": Run(FEW),
             "few, discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 8"),
             "few, 4 discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 4"),
@@ -644,13 +680,13 @@ SECTIONS = {
     ),
     "time": Section(
         "Return after equal steps and after equal time",
-        timed_runs(),
-        [
-            ("curves", "return"),
-            ("curves over all seconds", "return"),
-            ("bars", "steps_to_2.8"),
-            ("bars", "all_seconds_to_2.8"),
-        ],
+        timed_runs(TIMINGS["time"]),
+        TIMED_PANELS,
+    ),
+    "time-cpu": Section(
+        "Return after equal steps and after equal time, on one CPU core",
+        timed_runs(TIMINGS["time-cpu"]),
+        TIMED_PANELS,
     ),
     "moa": Section(
         "How well does MOA predict each kind of co-player?",

@@ -12,6 +12,7 @@ from benchmarks.results import (
     GAMES,
     Interval,
     by_game,
+    in_three_signs,
     interval,
     labels_in,
     mean_of_games,
@@ -249,40 +250,40 @@ def draw_worst_figure(docs: Path, meetings: list[Meeting], of_references: dict) 
         sets = sorted(learners[0].returns, key=lambda players: CO_PLAYER_SETS.index(kinds[players]))
         set_names.add(tuple(sets))
         draw_board(axis, learners, sets, kinds, of_references)
-        axis.set_title(f"{board}, learning", loc="left", fontsize=12, weight="bold", pad=20)
+        axis.set_title(board, loc="left", fontsize=12, weight="bold", pad=20)
     if len(set_names) == 1:  # said once is enough
         for axis in axes.flat[:-1]:
             axis.set_xticks([])
     figure.set_size_inches(9.6, 1.5 + 0.33 * sum(heights) + 0.5 * len(heights))
     figure.tight_layout(h_pad=0.8)
-    colours = plt.cm.ScalarMappable(norm=plt.Normalize(0, 1), cmap=SCORE_COLOURS)
-    bar = figure.colorbar(colours, ax=axes, fraction=0.02, pad=0.015, aspect=30)
-    bar.set_label("score: random 0, best response 1", fontsize=10)
-    save(docs, figure, "worst_case", dpi=120, pil_kwargs={"optimize": True})
+    save(docs, figure, "worst_case", dpi=110)
 
 
 def draw_board(axis, learners: list[Meeting], sets: list[str], kinds: dict, of_references: dict) -> None:
-    """Rows: learners. Columns: the sets, with a gap between kinds of them, and at the right the worst"""
+    """Rows: learners. Columns: the sets, with a gap between kinds of them; at the right the worst score, and the most
+    that is lost"""
     places = {}
     place = -1.0
     for players, before in zip(sets, [sets[0], *sets], strict=False):
         place += 1.0 if kinds[players] == kinds[before] else 1.3
         places[players] = place
-    worst_place = place + 1.7
+    worst_place = place + 2.0
+    lost_place = worst_place + 1.9
     for y, learner in enumerate(learners):
         scores = scores_of(learner, of_references)
-        means = {players: float(np.mean(list(scores[players].values()))) for players in sets}
+        worst = worst_case(learner, of_references)
         for players, x in places.items():
-            score_cell(axis, x, y, means[players])
-        score_cell(axis, worst_place, y, min(means.values()), worst=True)
+            score_cell(axis, x, y, float(np.mean(list(scores[players].values()))))
+        score_cell(axis, worst_place, y, worst.worst_score[0], worst=True)
+        axis.text(lost_place, y, f"{worst.worst_regret[0]:.2f}", ha="center", va="center", fontsize=11)
     for kind in dict.fromkeys(kinds[players] for players in sets):
         first = min(x for players, x in places.items() if kinds[players] == kind)
         axis.text(first - 0.5, -0.62, kind, fontsize=10, va="bottom", color="0.35")
-    axis.set(xlim=(-0.5, worst_place + 0.65), ylim=(len(learners) - 0.5, -0.5))
-    names = [*map(short_name, sets), "worst"]
+    axis.set(xlim=(-0.5, lost_place + 0.65), ylim=(len(learners) - 0.5, -0.5))
+    names = [*map(short_name, sets), "worst score", "most lost"]
     style = {"rotation": 38, "ha": "right", "rotation_mode": "anchor", "fontsize": 10}
-    axis.set_xticks([*places.values(), worst_place], names, **style)
-    axis.get_xticklabels()[-1].set(weight="bold", fontsize=12)
+    axis.set_xticks([*places.values(), worst_place, lost_place], names, **style)
+    axis.get_xticklabels()[-2].set(weight="bold", fontsize=11)
     axis.set_yticks(range(len(learners)), [learner.method for learner in learners], fontsize=11)
     axis.get_yticklabels()[-1].set_weight("bold")  # HOP+
     axis.grid(visible=False)
@@ -295,11 +296,12 @@ def score_cell(axis, x: float, y: float, score: float, worst: bool = False) -> N
     import matplotlib.pyplot as plt
 
     colour = plt.get_cmap(SCORE_COLOURS)(min(max(score, 0.0), 1.0))
-    half = 0.64 if worst else 0.48
+    half = 0.95 if worst else 0.48
     style = {"fontsize": 12, "weight": "bold"} if worst else {"fontsize": 9.5}
     style["color"] = "white" if score < 0.12 or score > 0.84 else "black"
     axis.add_patch(plt.Rectangle((x - half, y - 0.46), 2 * half, 0.92, facecolor=colour))
-    axis.text(x, y, f"{score:.2f}", ha="center", va="center", **style)
+    text = f"{score:.2f}" if worst else in_three_signs(score)
+    axis.text(x, y, text, ha="center", va="center", **style)
 
 
 # ---- A partner of a new kind
@@ -350,7 +352,7 @@ def draw_new_partner(docs: Path) -> None:
     figure.tight_layout()
     figure.legend(by_label.values(), by_label, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=10)
     figure.suptitle(title, y=1, verticalalignment="bottom")
-    save(docs, figure, "new_partner", dpi=120)
+    save(docs, figure, "new_partner", dpi=90)
 
 
 def new_partner(axis, rows: list[dict]) -> None:
