@@ -642,6 +642,7 @@ SECTIONS = {
         {
             **MEETING_RUNS,
             **SEARCHES,
+            "HOP+, no imagination": Run(f"{ABLATED} --no-imagination", then=(ADAPT, f"{ADAPT} --sets strangers")),
             "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
             "PPO, few steps": Run(PPO_FEW),

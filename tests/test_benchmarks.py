@@ -1118,11 +1118,11 @@ def test_recall_and_confusion_are_drawn_from_the_table():
     axis = Figure().subplots()
     figures.moa_actions(axis, rows, "recall")
     assert [text.get_text() for text in axis.get_yticklabels()] == ["random: mixed", "random: mixed, ceiling"]
-    assert [text.get_text() for text in axis.texts] == ["0.75", "1.00"] and axis.get_xlabel() == "action"
+    assert [text.get_text() for text in axis.texts] == [".75", "1.0"] and axis.get_xlabel() == "action"
     axis = Figure().subplots()
     figures.moa_confusion(axis, [*rows, rows[0] | {"run": "other", "kind": "learner"}], "mixed")
     assert [text.get_text() for text in axis.get_yticklabels()] == ["random: up"], "what was never done has no row"
-    assert [text.get_text() for text in axis.texts] == ["0.75", "0.25"]
+    assert [text.get_text() for text in axis.texts] == [".75", ".25"]
 
 
 def test_a_section_may_have_references_of_its_own(tmp_path):
