@@ -715,7 +715,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
 # Their flags are new, their tables are old.
 MEASURED_TASKS = ("stays-4x4", "stays-8x8")
 TO_BE_MEASURED = tuple(name for name in sections.TASKS if name not in MEASURED_TASKS)
-TO_BE_MEASURED += ("1", "value-loss", "2", "3", "4", "parties", "dose", "7")
+TO_BE_MEASURED += ("1", "2", "3", "4", "5", "6", "parties", "dose", "7")
 TO_BE_MEASURED += ("hop", "time", "time-cpu", "moa", "pretraining", "walls")
 
 
@@ -1434,15 +1434,15 @@ def test_value_losses_by_seat(tmp_path, capsys):
 
     labels = {"HOP+, no ends": 4, "HOP+, one learner, no ends": 1}
     of_runs = {label: [lines(seed, learners) for seed in range(2)] for label, learners in labels.items()}
-    write_runs(args, "value-loss", of_runs)
-    said, size = collected(args, "value-loss", capsys)
+    write_runs(args, "1", of_runs)
+    said, size = collected(args, "1", capsys)
     assert "| run | seeds | return | value_real | value_peak |" in said and size > 5000
     peaks = "| 2 | 2 [2, 2] | 0.7 [0.7, 0.7] | 40.5 [34.15, 46.85] |"
     assert all(f"| {label} {peaks}" in said for label in labels)
     assert "HOP+, no ends: value_real by seat 4.000, 3.000, 2.000, 1.000; all equal: p = " in said
     assert re.search(r"ends: explained_variance by seat 0.000, 0.250, 0.500, 0.750; .* does not fall: p = 1\n", said)
     assert re.search(r"HOP\+, no ends: value_real .* does not fall: p = 0.0017\n", said), "1 in 576"
-    assert "HOP+, no ends: player by seat" in said and "one learner, no ends: " not in said
+    assert "HOP+, no ends: player by seat" in said and "one learner, no ends: value_real by seat" not in said
 
 
 def test_who_joins_when(tmp_path, capsys):
@@ -1507,8 +1507,8 @@ def test_doses_differ_from_hopplus_in_one_flag():
 
 def test_mistakes_of_the_value_loss():
     """Each alone, then all; HOP+ and PPO without one are those of other sections"""
-    runs = sections.SECTIONS["value-loss"].runs
-    assert len(runs) == 20 and runs["HOP+"] == sections.SECTIONS["5"].runs["present (default)"]
+    runs = sections.SECTIONS["1"].runs
+    assert len(runs) == 25 and runs["HOP+"] == sections.SECTIONS["5"].runs["present (default)"]
     for place in ("", ", one learner"):
         alone = [run.patch for label, run in runs.items() if label.startswith(f"HOP+{place},") and len(run.patch) == 1]
         assert set(alone) >= {("reward_of_player_1",), ("replayed",), ("no_ends",), ("all_legal",)}
@@ -1583,7 +1583,7 @@ def test_hopplus_has_one_setting():
                 flags = set(re.findall(r"--[\w-]+", run.flags))
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
-    alone = {"2", "7", "8", "others", "value-loss", "dose", "walls"}
+    alone = {"2", "7", "8", "others", "1", "dose", "walls"}
     assert set(seen) == alone | {*sections.TIMINGS, *sections.HOPPLUS_TASKS}
 
 
