@@ -418,7 +418,7 @@ AUTHORS_VALUES = f"{AUTHORS_SEARCH} --gamma 0.95 --memory-discount 0.995"
 AUTHORS_BOARD = "--height 8 --width 8 --max-wall-pieces 5"
 HOP_BOARDS = {"4x4": "", "8x8": AUTHORS_BOARD}
 HOP_STEPS = "--num-envs 256 --total-timesteps 1000000 --log-every 3 --compile"
-THREE_SEEDS = "--seed 11 --num-seeds 3"  # 1 000 simulations a decision take their time
+THREE_SEEDS = "--seed 11 --num-seeds 3"  # where runs take their time
 HOP_ARMS = {  # seeds, flags
     "HOP": (TEST_SEEDS, "--method hop"),
     "HOP, authors' values": (THREE_SEEDS, f"--method hop {AUTHORS_VALUES}"),
@@ -468,7 +468,7 @@ TIMED = {
 }
 TIMINGS = {  # section -> how it is run
     "time": Timing(
-        "--num-envs 256",
+        f"{TEST_SEEDS} --num-envs 256",
         122_880,
         {
             "fast": "--total-timesteps 1600000 --log-every 5 --learning-rate 5e-4",
@@ -478,7 +478,7 @@ TIMINGS = {  # section -> how it is run
         "decisions_gpu.csv",
     ),
     "time-cpu": Timing(
-        "--device cpu",
+        f"{THREE_SEEDS} --device cpu",
         40_960,
         {
             "fast": "--total-timesteps 655360 --log-every 5",
@@ -499,7 +499,7 @@ TIMED_PANELS = [
 def timed_runs(timing: Timing) -> dict[str, Run]:
     runs = {}
     for name, method in TIMED.items():
-        words = f"{TEST_SEEDS} {timing.flags} {timing.training[method.pace]} {method.flags}".split()
+        words = f"{timing.flags} {timing.training[method.pace]} {method.flags}".split()
         runs[name] = Run(" ".join(words), method.script)
     return runs
 

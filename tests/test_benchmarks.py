@@ -759,7 +759,7 @@ def test_what_is_timed_has_a_line_after_equal_steps():
             steps_between = args.num_envs * args.num_steps * args.log_every
             assert timing.same_steps % steps_between == 0, name
             assert timing.same_steps <= args.total_timesteps <= 40 * steps_between, name
-            assert (args.seed, args.num_seeds, args.config) == (11, 5, StagHuntConfig()), name
+            assert (args.seed, args.config) == (11, StagHuntConfig()) and args.num_seeds >= 3, name
 
 
 def write_timed(folder, decided=True):
