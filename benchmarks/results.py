@@ -1,6 +1,7 @@
 """docs/data and docs/results: reading, writing, and the statistics of tables."""
 
 import csv
+import functools
 import math
 import sys
 from pathlib import Path
@@ -34,12 +35,17 @@ def read(docs: Path, number: str, name: str = "") -> list[dict]:
 Interval = tuple[float, float, float]
 
 
+@functools.cache
+def t_quantile(degrees: int) -> float:
+    return float(stats.t.ppf(0.975, degrees))
+
+
 def interval(values: list[float]) -> Interval:
     """mean and its 95 % interval (Student's t)"""
     values = np.asarray(values, np.float64)
     half = math.nan
     if len(values) > 1:
-        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+        half = t_quantile(len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
     mean = values.mean()
     return float(mean), float(mean - half), float(mean + half)
 
