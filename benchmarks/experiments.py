@@ -334,7 +334,8 @@ def summary_of(lines: list[dict]) -> dict:
     for key in ("value", "value_real"):
         row[f"{key}_peak"] = max((f[key] for f in figures if key in f), default="")
     for goal in (2.7, 2.8, 2.85, 4.5):
-        reached = [k for k, f in enumerate(figures) if f.get("return", 0) >= goal]
+        # Not in the first line, which may count only games that ended early
+        reached = [k for k, f in enumerate(figures) if k > 0 and f.get("return", 0) >= goal]
         first = lines[reached[0]] if reached else {}
         row[f"steps_to_{goal}"] = first.get("steps", "")
         row[f"seconds_to_{goal}"] = first.get("time/training", "")
