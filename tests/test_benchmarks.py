@@ -802,6 +802,19 @@ def test_return_after_equal_steps_and_equal_time(tmp_path, capsys):
     assert f"\n{header}\n" in capsys.readouterr().out, "without the other program's table"
 
 
+def test_times_on_a_cpu_have_its_own_steps_and_decisions(tmp_path, capsys):
+    curve = []
+    for steps, seconds, value in ((40_960, 10, 1.5), (122_880, 30, 2.5)):
+        curve.append({"run": "search", "seed": 0, "steps": steps, "all_seconds": seconds, "return": value})
+    results.write(tmp_path / "data/section_time-cpu_curves.csv", curve)
+    for device, ms in (("gpu", 1.0), ("cpu", 56.0)):
+        row = {"run": "search", "games": 1, "milliseconds": ms}
+        results.write(tmp_path / f"data/decisions_{device}.csv", [row])
+    figures.print_time(tmp_path, "time-cpu")
+    said = capsys.readouterr().out
+    assert "| run | return after 40960 steps | after 30 s |" in said and "| search | 1.500 | 2.500 | 30 | 56 |" in said
+
+
 def test_curves_over_time(tmp_path):
     write_timed(tmp_path)
     rows = results.read(tmp_path, "time", "_curves")
