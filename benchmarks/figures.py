@@ -1,6 +1,5 @@
 """Tables and figures of a section, from docs/data alone."""
 
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -72,7 +71,6 @@ PRINTED_BESIDE = {  # what a table has beside what is drawn
 }
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 OUTSIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of a legend
-RETURNS = (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.0)
 
 
 # ---- Panels
@@ -98,6 +96,12 @@ def heat_map(axis, table: np.ndarray) -> None:
             axis.text(x, y, in_three_signs(value), ha="center", va="center", color=colour, fontsize=8)
 
 
+def scale_axis(axis, key: str, means) -> None:
+    """Logarithmic where steps or losses differ much"""
+    if key.startswith(("steps", "value")) and np.max(means) > 20 * np.min(means):
+        axis.set_xscale("log")
+
+
 def bars(axis, rows: list[dict], key: str) -> None:
     of_runs = by_run(rows, key)
     for y, values in enumerate(of_runs.values()):
@@ -105,9 +109,7 @@ def bars(axis, rows: list[dict], key: str) -> None:
         axis.barh(y, mean, color="C5")
         axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
         axis.plot(values, [y] * len(values), ".", color="black", alpha=0.4, markersize=4)
-    means = [np.mean(values) for values in of_runs.values()]
-    if key.startswith(("steps", "value")) and max(means) > 20 * min(means):
-        axis.set_xscale("log")
+    scale_axis(axis, key, [np.mean(values) for values in of_runs.values()])
     axis.set(title=TITLES.get(key, key))
     axis.set_yticks(range(len(of_runs)), of_runs)
     axis.grid(axis="y", visible=False)
@@ -161,25 +163,6 @@ def late_curves(axis, rows: list[dict], key: str) -> None:
     axis.set_ylim(0.75 * top, 1.01 * top)
 
 
-def by_return(rows: list[dict], key: str) -> dict[str, list[float]]:
-    """run -> mean of `key` over the log lines whose return lies between two of RETURNS"""
-    of_runs = {}
-    for run in labels_in(rows):
-        filled = [row for row in rows if row["run"] == run and row["return"] and row[key]]
-        pairs = [(float(row["return"]), float(row[key])) for row in filled]
-        bins = [[y for x, y in pairs if low <= x < high] for low, high in itertools.pairwise(RETURNS)]
-        of_runs[run] = [float(np.mean(values)) if values else math.nan for values in bins]
-    return of_runs
-
-
-def against(axis, rows: list[dict], key: str) -> None:
-    middle = [(low + high) / 2 for low, high in itertools.pairwise(RETURNS)]
-    for run, values in by_return(rows, key).items():
-        axis.plot(middle, values, label=run, marker=".", **line_style(numbered(rows)[run]))
-    axis.set(xlabel="return at that time", title=TITLES.get(key, key))
-    axis.legend(**OUTSIDE)
-
-
 def meeting(axis, rows: list[dict], players: str) -> None:
     """return while it meets the same co-players"""
     rows = [row for row in rows if row["co_players"] == players and row["learner"] == "learning"]
@@ -207,6 +190,7 @@ def seats(axis, rows: list[dict], key: str) -> None:
         spread = np.abs(means[:, 1:] - means[:, :1]).T
         y = np.arange(len(runs)) + 0.15 * i
         axis.errorbar(means[:, 0], y, xerr=spread, fmt="o", capsize=3, label=f"seat {i + 1}")
+    scale_axis(axis, key, means[:, 0])
     axis.set(yticks=np.arange(len(runs)) + 0.22, title=f"{TITLES.get(key, 'return')} by seat")
     axis.set_yticklabels(runs)
     axis.invert_yaxis()
@@ -574,7 +558,6 @@ DRAWS = {  # kind of panel: function, the table that it draws
     "late curves": (late_curves, "_curves"),
     "curves over all steps": (curves_over_all_steps, "_curves"),
     "curves over all seconds": (curves_over_all_seconds, "_curves"),
-    "against": (against, "_curves"),
     "moa": (moa, "_moa"),
     "moa actions": (moa_actions, "_moa_actions"),
     "moa confusion": (moa_confusion, "_moa_actions"),
@@ -594,6 +577,14 @@ def has_data(kind: str, key: str, source: list[dict], scores: dict) -> bool:
         return key in labels_in(source)
     needed = {"bars": key, "seats": f"{key}_3"}.get(kind)
     return bool(source) and (needed is None or bool(by_run(source, needed)))
+
+
+def name_runs_once(axes) -> None:
+    """Panels side by side that have the same runs: only the first names them"""
+    names = [tuple(label.get_text() for label in axis.get_yticklabels()) for axis in axes]
+    for axis, own, left in zip(axes[1:], names[1:], names, strict=False):
+        if own == left and axis.yaxis.get_inverted():
+            axis.tick_params(labelleft=False)
 
 
 def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
@@ -623,6 +614,8 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
         if kind != "adaptation":
             drawn = [row | {"number": order.index(row["run"])} for row in drawn]
         function(axis, drawn, key)
+    for row in axes:
+        name_runs_once(row)
     figure.tight_layout()
     title = SECTIONS[number].title
     if number not in TASKS:
@@ -670,10 +663,6 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
         print_time(docs, number)
     print_moa(docs, number)
     print_moa_actions(docs, number)
-    for key in (key for kind, key in panels if kind == "against"):
-        for run, values in by_return(read(docs, number, "_curves"), key).items():
-            losses = ", ".join(f"{value:.2f}" for value in values)
-            print(f"{run}: {key} at returns between {RETURNS}: {losses}")
     for of_runs in scores.values():
         for run, of_sets in of_runs.items():
             texts = [f"{players} {value:.3f}" for players, value in of_sets.items()]

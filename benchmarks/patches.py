@@ -57,7 +57,9 @@ STEP_OF_PLAYER_1 = f"""        learner = torch.arange(len(losses["loss"]), devic
         learns = (learner % args.config.num_players == 0) | pretraining
         losses["loss"] = torch.where(learns, losses["loss"], 0.0)
 {MOA_STEP}"""
-OTHER_ORDER = """    number = torch.tensor([1, 2, 3, 4, 0, 6, 5], device=goal.device)  # stay first, hare before stag
+OTHER_ORDER = """    action_id = torch.arange(7, device=goal.device)
+    number = torch.where(action_id < game.STAY, action_id + 1, 11 - action_id)  # hare before stag
+    number = number.masked_fill(action_id == game.STAY, 0)  # stay first
     legal = rows.legal[..., number.argsort()]
     log_probs = moa(rows.board, rows.walls, clock, goal, legal)[..., number]
 """

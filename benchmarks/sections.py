@@ -513,7 +513,6 @@ SECTIONS = {
             ("bars", "value_real"),
             ("bars", "value_peak"),
             ("bars", "return"),
-            ("against", "value_real"),
             ("seats", "value_real"),
             ("seats", "explained_variance"),
             ("seats", "player"),
