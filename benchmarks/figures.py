@@ -41,7 +41,7 @@ from scipy import stats
 
 TITLES = {  # of what is drawn
     "value_real": "value loss on real samples",
-    "value_peak": "highest value loss in the run, all samples",
+    "value_real_peak": "highest in the run",
     "explained_variance": "explained variance",
     "raw_reward_outside": "share of predicted rewards outside the payoffs",
     "party_2": "share of games: two take the stag",

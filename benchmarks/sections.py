@@ -511,7 +511,7 @@ SECTIONS = {
         value_loss_runs("", "") | VALUE_SETTINGS | value_loss_runs(", one learner", ONE_LEARNER),
         [
             ("bars", "value_real"),
-            ("bars", "value_peak"),
+            ("bars", "value_real_peak"),
             ("bars", "return"),
             ("seats", "value_real"),
             ("seats", "explained_variance"),
