@@ -306,7 +306,8 @@ PREPARATIONS = {
     "pretraining scripts": Run(f"{ONLINE} {UNPREPARED}", then=MODELS, before=PREPARED_BEFORE),
 }
 WALLS = f"{TEST_SEEDS} {LARGE} --max-wall-pieces 5"
-PPO_WALLS = f"{WALLS} --log-every 5 --num-envs 1024 --method ppo"
+PPO_WALLS = f"{WALLS} --log-every 5 --num-envs 1024 --method ppo --total-timesteps 4000000"
+BEST_WALLS = "evaluation/adapt.py RUN --best-response-steps 4000000 --modes frozen learning"
 
 # ---- The value loss: an earlier implementation's settings and mistakes
 
@@ -703,11 +704,8 @@ SECTIONS = {
     "walls": Section(
         "Four players, 8x8, up to five wall pieces",
         {
-            "PPO": Run(f"{PPO_WALLS} --total-timesteps 4000000", then=(EVALUATE, BEST)),
-            "PPO, learning rate 1e-4": Run(
-                f"{PPO_WALLS} --total-timesteps 8000000 --learning-rate 1e-4",
-                then=(EVALUATE, ADAPT),
-            ),
+            "PPO": Run(PPO_WALLS, then=(EVALUATE, ADAPT)),
+            "PPO, learning rate 3e-4": Run(f"{PPO_WALLS} --learning-rate 3e-4", then=(EVALUATE, BEST_WALLS)),
             "HOP+": Run(f"{WALLS} --log-every 5 --total-timesteps 4000000", then=(*MODELS, ADAPT)),
             "HOP+ MCTS": Run(f"{WALLS} --log-every 2 --total-timesteps 240000", MCTS, then=(*MODELS, SEARCH_ADAPT)),
         },
