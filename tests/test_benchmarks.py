@@ -1683,3 +1683,32 @@ def test_mctx_searches():
 def test_the_versions_of_peers_are_exact():
     lines = (ROOT / "benchmarks" / "requirements-peers.txt").read_text().splitlines()
     assert lines and all(re.fullmatch(r"[a-z]+==[\d.]+", line) for line in lines)
+
+
+def test_the_worst_case_of_each_board_in_the_table_and_the_figure(tmp_path, monkeypatch):
+    """Boards have references of their own; intervals stand from low to high; who learns is drawn, who is frozen not"""
+    references = {("4x4", "3 NS"): (0.0, 1.0), ("8x8", "3 NS"): (1.0, 3.0)}
+    returns = {"3 NS": {"11": 2.0, "12": 2.5}}
+    frozen = worst_case.Meeting("8x8", "HOP+", "frozen", "last quarter", returns, None)
+    meetings = [frozen, frozen._replace(mode="learning")]
+    worst = worst_case.worst_case(meetings[1], references)
+    row = worst_case.worst_row(meetings[1], worst)
+    assert (row["worst score"], row["mean score"], row["worst regret"]) == pytest.approx((0.625, 0.625, 0.75))
+    half = 12.7062 * 0.125
+    for name, width in (("worst score", half), ("mean score", half), ("worst regret", 2 * half)):
+        bounds = row[f"{name} low"], row[f"{name} high"]
+        assert bounds == pytest.approx((row[name] - width, row[name] + width), rel=1e-4), name
+    drawn = []
+    monkeypatch.setattr(worst_case, "read_repetitions", lambda docs: [{"co_players": "3 NS", "sets": "standard"}])
+    monkeypatch.setattr(worst_case, "draw_board", lambda axis, learners, *_: drawn.extend(learners))
+    monkeypatch.setattr(worst_case, "save", lambda *_, **__: None)
+    worst_case.draw_worst_figure(tmp_path, meetings, references)
+    assert drawn == meetings[1:]
+
+
+def test_a_mean_is_over_seeds_that_met_all_sets():
+    returns = {"a": {"1": 0.2, "2": 0.4, "3": 9.0}, "b": {"1": 0.6, "2": 1.0}}
+    meeting = worst_case.Meeting("4x4", "x", "learning", "last quarter", returns, None)
+    worst = worst_case.worst_case(meeting, dict.fromkeys([("4x4", "a"), ("4x4", "b")], (0.0, 1.0)))
+    half = 12.7062 * 0.15
+    assert worst.mean_score == pytest.approx((0.55, 0.55 - half, 0.55 + half), rel=1e-4)

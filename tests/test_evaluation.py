@@ -1394,3 +1394,39 @@ def test_ceilings_name_what_comes_most_often_in_games_with_drawn_players(run, mo
     assert found["hit ratio, ceiling"] == pytest.approx(2 / 3)
     shown = [bool(later[0, e, k, planes[e, k, 0].argmax()]) for e, k in ((0, 0), (0, 1), (1, 0))]
     assert shown[0] and found["hit ratio"] == pytest.approx(sum(shown) / 3)
+
+
+def test_scores_are_of_the_whole_last_quarter(folder, capsys):
+    """Two of eight rounds, each game as much as any other; imagined returns of one round earlier"""
+    words = ["--seats", "learner,random,random", "--repetitions", 3, "--modes", "learning", "--no-references"]
+    args = read(adapt, folder, *FAST, *words, "--steps", 64, "--games-at-once", 4)
+    games = np.array([2, 2, 2, 2, 2, 2, 6, 2])[:, None, None] * np.ones((8, 1, 3))  # [rounds, sets, repetitions]
+    means = np.array([0, 0, 0, 4, 0, 9, 1, 5])[:, None, None] + np.arange(3)
+    curves = {"learning": np.stack([games * means, games], 3)}
+    dreams = {"learning": [np.full(3, x) for x in (9.0, 9, 9, 9, 9, 3, 4, 9)]}
+    told = {"learning": {"policy changed": torch.ones(3), "test steps": torch.zeros(3)}}
+    sets = adapt.co_player_sets(args)
+    found = adapt.summarise(args, sets, curves, {}, dreams, told, None)
+    (row,) = table_of(folder / "adaptation_learner-random-random.csv")
+    assert found == {"learning/random + random": pytest.approx((6 * 1 + 2 * 5) / 8 + 1)}
+    assert float(row["learning mean"]) == pytest.approx(3) and float(row["learning imagined mean"]) == 3.5
+    assert float(row["learning games to 90 %"]) == 8 / 4, "in each place, by the end of the fourth round"
+    scores = [float(row["learning"]) for row in table_of(folder / "adaptation_learner-random-random_repetitions.csv")]
+    assert scores == [2, 3, 4]
+
+
+def test_the_bayes_hunter_knows_nobody_at_the_start_of_a_game(folder, monkeypatch):
+    args = read(adapt, folder, *FAST, "--seats", "learner,random,nearest_hare", "--games-at-once", 4)
+    tables, _ = adapt.deal_seats(args, adapt.co_player_sets(args))
+    update, begun, under_way = game.Seats.update, [], []
+
+    def watched(seats, actions, present, done):
+        update(seats, actions, present, done)
+        begun.append(seats.posterior()[done])
+        under_way.append(seats.posterior()[~done])
+
+    monkeypatch.setattr(game.Seats, "update", watched)
+    next(adapt.bayes_hunter(args, args.run, tables))
+    begun, under_way = torch.cat(begun), torch.cat(under_way)
+    assert len(begun) > 10 and (under_way - 1 / 3).abs().max() > 0.3
+    torch.testing.assert_close(begun, torch.full_like(begun, 1 / 3))

@@ -1299,3 +1299,18 @@ def test_moa_is_measured_on_every_eighth_step(steps, measured):
         nll = -own.gather(3, action[i][..., None])[..., 0]
         expected.append(float(nll[present[i]].mean()))
     assert found["moa/ceiling/nll"].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_memory_goes_on_in_unsteady_places(watch):
+    """Nobody tells a learner that somebody else has come"""
+    seats = {"seats": "learner,mixed,mixed", "redraw": "never"}
+    state = make_state("ppo-omg", **seats, unsteady=1.0, history_reset_prob=0.0, num_envs=32)
+    games = state.watched if watch else state.games
+    first = games.seats.kinds.clone()
+    hop.rollout(state.args, games, state.networks, 8)  # all games end
+    w, _, _ = hop.rollout(state.args, games, state.networks, 8)
+    begun = w.history[w.time == 0]  # [n, K, 2 * hidden]: this game, earlier ones; their first entries count
+    seen = begun[..., state.args.subgoal_hidden]
+    assert len(begun) > 10 and (seen > 0).all() and not w.history_reset.any()
+    assert (games.seats.kinds != first).any()

@@ -754,3 +754,35 @@ def test_where_nobody_was_on_the_board_the_horizon_stays(monkeypatch):
     monkeypatch.setattr(hop, "rollout", without_the_first_learner)
     train(state)
     assert state.horizon.tolist() == [2, *[state.args.imagination_horizon] * (len(state.horizon) - 1)]
+
+
+def test_a_weight_of_a_half_is_every_second_sample():
+    """Real samples twice beside imagined ones: as once, beside imagined ones that count half"""
+    args = make_args("ppo")
+    policy, _ = new_policy(args)
+    real, dream = (ppo_batch(args, policy, seed=seed) for seed in (1, 2))
+    dream["real"] = torch.zeros_like(dream["real"])
+    halved = dream | {name: 0.5 * dream[name] for name in ("weight", "critic_weight")}
+    twice = {name: torch.cat([real[name], real[name], dream[name]], 1) for name in real}
+    half = {name: torch.cat([real[name], halved[name]], 1) for name in real}
+    (loss, metrics), (expected, of_twice) = (hop.ppo_loss(args, policy, batch) for batch in (half, twice))
+    torch.testing.assert_close(loss, expected)
+    assert metrics.keys() == of_twice.keys()
+    for name, x in metrics.items():
+        torch.testing.assert_close(x, of_twice[name], msg=name)
+    once = {name: torch.cat([real[name], dream[name]], 1) for name in real}
+    unweighted = hop.ppo_loss(args, policy, once)[1]
+    for name in ("losses/policy_loss", "losses/value_loss", "losses/entropy"):
+        assert ((unweighted[name] - metrics[name]).abs() > 1e-4).all(), name
+
+
+def test_imagined_games_start_with_what_was_remembered_in_their_own_step():
+    """The replay keeps the first history of a rollout alone; the others are inferred again"""
+    state = make_state(num_envs=12)
+    play(state, 8)
+    w, _, _ = play(state, 8)
+    kept = w._replace(history=w.history[:, :1])
+    start = hop.replayed_states(state.args, state.games.env, state.networks, kept)
+    assert torch.equal(start.board, w.board.flatten(1, 2)) and torch.equal(start.time, w.time.flatten(1, 2))
+    torch.testing.assert_close(start.history, w.history.flatten(1, 2).float(), atol=0.1, rtol=0.02)  # half precision
+    assert ((w.history[:, 1:] - w.history[:, :1]).abs().amax((3, 4)) > 0.5).float().mean() > 0.9

@@ -876,3 +876,28 @@ def test_charts_are_legible(case, width, browser, look, tmp_path):
         assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
     browser.call("Emulation.clearDeviceMetricsOverride")
     browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_a_sample_keeps_the_subgoals_that_it_drew(load, monkeypatch):
+    run = load("partners")
+    predict, look_ahead, drawn = run.script.predict_actions, inspector.look_ahead, []
+
+    def watched(*given):
+        monkeypatch.setattr(run.script, "predict_actions", lambda *x: (drawn.append(x[4]), predict(*x))[1])
+        found = look_ahead(*given)
+        monkeypatch.setattr(run.script, "predict_actions", predict)
+        return found
+
+    monkeypatch.setattr(inspector, "look_ahead", watched)
+    inspector.inspect_run(run, None, games=1, places=1, steps_ahead=3, samples=4, seed=4)
+    first, second, third, *_ = drawn
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert len(first[0].unique(dim=0)) == first.shape[1], "each sample and co-player its own"
+
+
+def test_goals_are_looked_for_as_long_as_it_takes_to_cross_the_board(tmp_path):
+    config = dataclasses.replace(CONFIG, final_time=12)
+    path = checkpoint(tmp_path, hopplus_ppo, "ppo-omg", **{**MIXED, "config": config})
+    run = inspector.parse_args([str(path), "--device", "cpu"]).run
+    data = inspector.inspect_run(run, None, games=1, places=1, steps_ahead=1, samples=2)
+    assert data["goal"]["steps"] == 3 + 4

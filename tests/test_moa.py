@@ -317,3 +317,17 @@ def test_the_world_model_is_asked_in_these_seats_and_with_rule_based_players(tmp
     ]
     assert [row["exact"] for row in rows[:4]] == ["0.75", "0.25", "1.0", "nan"]
     assert [row["stretches"] for row in rows[:4]] == ["16", "4", "16", "0"]
+
+
+def test_the_printed_recall_stands_above_that_of_the_ceiling(capsys):
+    probs = rows_of((0.7, 0.3), (0.7, 0.3), (0.2, 0.8))
+    ceiling = rows_of((1.0,), (0.0, 1.0), (0.0, 1.0))
+    kind = torch.zeros(3, dtype=torch.int64)
+    part = moa.Predictions(probs, ceiling, ceiling, torch.tensor([0, 1, 1]), kind, kind + 11)
+    kinds = {"random": moa.judge(part)}
+    for figure, own in (("recall", ["1.000", "0.500"]), ("precision", ["0.500", "1.000"])):
+        moa.print_actions(kinds, figure)
+        title, row, below = capsys.readouterr().out.splitlines()
+        assert title.split()[:3] == [figure, "up", "down"]
+        assert row.split() == ["random", *own, *"-----"]
+        assert below.split() == ["random,", "ceiling", "1.000", "1.000", *"-----"]

@@ -947,3 +947,36 @@ def test_few_imagined_games_are_of_both_kinds_too(tmp_path, monkeypatch):
     monkeypatch.setattr(hop, "sample_replays", watched)
     run(tmp_path, watched_starts=0.5, ppo_real_ratio=0.95, total_timesteps=32)
     assert (0.5, 2, 1) in drawn
+
+
+SETTINGS = {  # games, steps, learning rate, epochs, minibatches, width, share of watched starts
+    ("ppo", "cuda", 4): (1024, 4_000_000, 2e-4, 4, 4, 128, 0.5),
+    ("ppo", "cuda", 8): (1024, 4_000_000, 2e-4, 4, 4, 128, 0.5),
+    ("ppo", "cpu", 4): (256, 350_000, 1e-3, 3, 4, 64, 0.5),
+    ("ppo", "cpu", 8): (1024, 3_500_000, 2e-4, 4, 4, 64, 0.5),
+    ("hopplus", "cuda", 4): (256, 2_000_000, 1e-3, 4, 4, 128, 0.5),
+    ("hopplus", "cuda", 8): (256, 4_000_000, 1e-3, 4, 4, 128, 0.5),
+    ("hopplus", "cpu", 4): (64, 120_000, 2e-3, 4, 16, 64, 0.85),
+    ("hopplus", "cpu", 8): (64, 350_000, 2e-3, 4, 16, 64, 0.85),
+}
+
+
+@pytest.mark.parametrize("script", [hop, hopplus_mcts])
+@pytest.mark.parametrize(("method", "device", "size"), SETTINGS)
+def test_settings_by_method_device_and_board(script, method, device, size, monkeypatch):
+    monkeypatch.setattr(hop.game, "resolve_device", torch.device)
+    config = hop.StagHuntConfig(height=size, width=size)
+    args = script.make_args(method, device, config=config)
+    found = args.num_envs, args.total_timesteps, args.learning_rate, args.update_epochs
+    found += args.num_minibatches, args.policy_hidden, args.watched_starts
+    assert found == SETTINGS[method, device, size]
+    assert (args.critic_data, args.imagined_weight, args.trust_exact_match, args.unsteady) == ("mixed", 1, 0.99, 0.5)
+    models = args.subgoal_updates, args.subgoal_batch_size, args.wm_updates, args.wm_batch_size
+    models += args.pretraining_updates, args.pretraining_games
+    assert models == ((1, 8, 2, 256, 200, 64) if device == "cpu" else (4, 64, 4, 1024, 800, 1024))
+    if method == "ppo":  # with subgoals: the same but for these
+        with_subgoals = {"method": "ppo-omg", "subgoals": "inferred", "memory_discount": 0.9}
+        assert script.make_args("ppo-omg", device, config=config) == dataclasses.replace(args, **with_subgoals)
+    of_both = vars(args).keys() & vars(hop.make_args(method, device)).keys() - {"exp_name"}
+    other = hop.make_args(method, device, config=config)
+    assert all(getattr(args, name) == getattr(other, name) for name in of_both), "in both scripts"

@@ -1681,3 +1681,13 @@ def test_captured_iterations_equal_eager_ones(changes, tmp_path):
     eager = run(tmp_path / "eager", cudagraphs=False, **flags)
     captured = run(tmp_path / "captured", cudagraphs=True, **flags)
     assert rows_of(eager) == rows_of(captured)
+
+
+def test_imagination_of_those_who_search_stops_at_the_horizon(monkeypatch):
+    state, measure = make_state(imagination=True, ppo_real_ratio=0.2, **NO_MODELS), hop.measure_horizon
+    hop.watch_rule_based(state)
+    horizons = torch.tensor([0, 2, 4])
+    monkeypatch.setattr(hop, "measure_horizon", lambda *given: (horizons, measure(*given)[1]))
+    weight = hop.train_iteration(state)["imagined"]["weight"].unflatten(1, (4, -1))  # [M, h, n]
+    for m, horizon in enumerate(horizons.tolist()):
+        assert (weight[m] > 0).any(1).tolist() == [k < horizon for k in range(4)]

@@ -523,3 +523,49 @@ def test_every_second_game_has_a_team_of_one_kind_that_one_looks_on_at_random(po
     assert (seen[:, steady] == seen[0, steady]).all()
     assert not (seen[:, ~steady & in_team] == seen[0, ~steady & in_team]).all(), "a new team after a game"
     assert len(seen[:, ~in_team].flatten(0, 1).unique(dim=0)) == len(seats.population) ** 3, "the others: anybody"
+
+
+def test_a_reset_also_forgets_who_is_steady():
+    """After 3 of 10 games all is as before the first one, not only who it is"""
+    options = {"redraw": "never", "remember": True, "unsteady": 0.25, "reset_prob": 0.3}
+    env, seats = make([["learner", "mixed", "mixed"]], games=400, **options)
+    first = seats.log_joint.clone()  # [B, N, 2, P]
+    play_games(env, seats, 20)
+    ends = resets = 0
+    for _ in range(20):
+        ((*_, done),) = play_games(env, seats, 1)
+        as_at_first = (seats.log_joint - first).abs().amax((1, 2, 3)) < 1e-5
+        ends += int(done.sum())
+        resets += int((done & as_at_first).sum())
+    assert ends > 1000 and resets / ends == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_player_that_is_redrawn_now_and_then_may_also_be_unsteady():
+    """With --redraw 0.3: of a steady player, too, the next game is with another in 3 of 10 cases"""
+    share, redraw = 0.25, 0.3
+    env, seats = make([["learner", "mixed", "mixed"]], games=20, redraw=redraw, remember=True, unsteady=share)
+    happened = play_games(env, seats, 40)
+    count = len(seats.population)
+    for place, seat in itertools.product(range(20), (1, 2)):
+        joint = torch.tensor([[1 - share], [share]], dtype=torch.float64).expand(2, count) / count  # steady or not
+        for _, actions, present, table, done in happened:
+            if present[place, seat]:
+                joint = joint * table[place, seat, :, actions[place, seat]].double().clamp(min=1e-9)
+                joint = joint / joint.sum()
+            if done[place]:
+                forget = torch.tensor([[redraw], [1.0]], dtype=torch.float64)
+                joint = (1 - forget) * joint + forget * joint.mean(1, keepdim=True)
+        expected = joint.sum(0).float()
+        torch.testing.assert_close(seats.posterior()[place, seat], expected, atol=1e-4, rtol=1e-3)
+
+
+def test_the_posterior_does_not_know_that_all_have_settled():
+    """Named players stay anyway: the same games, with the same beliefs"""
+    found = []
+    for settles in (False, True):
+        env, seats = make([["learner", "nearest_hare", "random"]], games=20, remember=True, unsteady=0.5)
+        if settles:
+            seats.settle()
+        play_games(env, seats, 30)
+        found.append(seats.posterior())
+    assert torch.equal(*found) and (found[0][:, 1] - 1 / 3).abs().max() > 0.1
