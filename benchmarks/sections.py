@@ -269,7 +269,7 @@ SEEDS5 = f"{TEST_SEEDS} --log-every 2"
 SEEDS8 = "--seed 11 --num-seeds 8 --log-every 2"
 SHORT = f"{SEEDS5} --total-timesteps 300000"
 BRIEF = f"{SEEDS5} --total-timesteps 150000"
-# With which PPO needs fewest steps on 4x4, where larger boards would end with hares; as few games there
+# PPO with few steps; with 5e-4 it would end with hares on 8x8
 QUICK = "--num-envs 256 --learning-rate 5e-4"
 QUICK_8X8 = "--num-envs 256 --learning-rate 1e-4"
 SUBGOALS = f"{SHORT} --method ppo-omg {QUICK}"

@@ -1707,6 +1707,16 @@ def test_the_worst_case_of_each_board_in_the_table_and_the_figure(tmp_path, monk
     assert drawn == meetings[1:]
 
 
+def test_panels_side_by_side_name_the_same_runs_once():
+    axes = Figure().subplots(1, 4)
+    for axis, runs in zip(axes, (["a", "b"], ["a", "b"], ["a", "b"], ["a", "c"]), strict=True):
+        axis.set_yticks(range(2), runs)
+        axis.invert_yaxis()
+    figures.name_runs_once(axes)
+    named = [axis.yaxis.get_tick_params()["labelleft"] for axis in axes]
+    assert named == [True, False, False, True]
+
+
 def test_a_mean_is_over_seeds_that_met_all_sets():
     returns = {"a": {"1": 0.2, "2": 0.4, "3": 9.0}, "b": {"1": 0.6, "2": 1.0}}
     meeting = worst_case.Meeting("4x4", "x", "learning", "last quarter", returns, None)

@@ -6,6 +6,7 @@ import itertools
 import math
 from unittest import mock
 
+import hopplus_mcts
 import hopplus_ppo as hop
 from stag_hunt_env import STAY, State, seats_table
 
@@ -774,6 +775,22 @@ def test_a_weight_of_a_half_is_every_second_sample():
     unweighted = hop.ppo_loss(args, policy, once)[1]
     for name in ("losses/policy_loss", "losses/value_loss", "losses/entropy"):
         assert ((unweighted[name] - metrics[name]).abs() > 1e-4).all(), name
+
+
+def test_the_loss_with_search_weighs_samples_alike():
+    """Where nothing was searched it is the loss of the other script"""
+    args = make_args("ppo")
+    policy, _ = new_policy(args)
+    real, dream = (ppo_batch(args, policy, seed=seed) for seed in (1, 2))
+    dream |= {name: 0.5 * dream[name] for name in ("weight", "critic_weight")}
+    dream["real"] = torch.zeros_like(dream["real"])
+    batch = {name: torch.cat([real[name], dream[name]], 1) for name in real}
+    nothing_searched = {"distilled": torch.zeros_like(batch["weight"]), "log_probs": torch.zeros(*batch["legal"].shape)}
+    loss, metrics = hopplus_mcts.ppo_loss(args, policy, batch | nothing_searched)
+    expected, of_expected = hop.ppo_loss(args, policy, batch)
+    torch.testing.assert_close(loss, expected)
+    for name, x in of_expected.items():
+        torch.testing.assert_close(metrics[name], x, msg=name)
 
 
 def test_imagined_games_start_with_what_was_remembered_in_their_own_step():
