@@ -95,12 +95,17 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 def save(docs: Path, figure, name: str, **options) -> None:
+    """With 256 colours, which takes a third of the bytes"""
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     path = docs / "results" / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", **options)
     plt.close(figure)
+    with Image.open(path) as image:
+        few_colours = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+    few_colours.save(path, optimize=True)
 
 
 def by_game(rows: list[dict], run: str, key: str) -> dict[int, list[float]]:

@@ -149,8 +149,11 @@ ARMS = {  # what the policy may know: script and flags
     "posterior": (PPO, "--method ppo-omg --subgoals posterior"),
     "told": (PPO, "--method ppo-omg --subgoals oracle"),
 }
-HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an arm, too
-HOPPLUS_STEPS = 3_000_000
+HOPPLUS_STEPS = {  # where HOP+ is an arm, too
+    "stays-8x8": 8_000_000,
+    "stays-4x4": 3_000_000,
+    "redrawn-4x4": 3_000_000,
+}
 PARTNERS = "evaluation/partners.py RUN"
 STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
 LEARNING_ARMS = {  # also as they go on learning beside such a partner: flags of partners.py
@@ -243,8 +246,8 @@ def arms(task: str) -> dict[str, Run]:
         script, flags = ARMS[name]
         flags = f"{LADDER} {game_flags} --total-timesteps {TASKS[task].steps} {flags}".rstrip()
         runs[name] = Run(flags, script, then=partner_commands(task, name))
-    if task in HOPPLUS_TASKS:
-        flags = f"{TEST_SEEDS} {game_flags} --total-timesteps {HOPPLUS_STEPS}"
+    if task in HOPPLUS_STEPS:
+        flags = f"{TEST_SEEDS} {game_flags} --total-timesteps {HOPPLUS_STEPS[task]}"
         runs["HOP+"] = Run(flags, then=partner_commands(task, "HOP+"))
     return runs
 
