@@ -1,5 +1,6 @@
 """evaluation/inspector.py: every number of the page is the script's, at its step, about its player."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -852,6 +853,23 @@ MEASURE = """[...document.querySelectorAll('.pair svg, #own svg')].map((svg) => 
     outside: boxes.filter((box) => box.left < 0 || box.right > innerWidth).length,
   };
 })"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [400, 1000, 1280])
+def test_nothing_leaves_its_panel(width, browser, look, tmp_path):
+    """After all have gone, with long names; a scrollbar takes its room"""
+    data = copy.deepcopy(look("hopplus"))
+    for shown in data["games"]:
+        shown["names"] = ["nearest_stag"] * len(data["seats"])
+    last = len(data["games"][1]["actions"])
+    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **screen)
+    show(browser, data, tmp_path / "page.html", f"#game=2&step={last}")
+    inside = "(box) => [...box.children].every((part) => part.scrollWidth <= part.clientWidth)"
+    assert browser.ask(f"[document.getElementById('players')].every({inside})")
+    assert browser.ask("['players', 'surprises'].every((id) => $(id).scrollWidth <= $(id).clientWidth)")
+    browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 @pytest.mark.browser
