@@ -420,15 +420,18 @@ def print_time(docs: Path, number: str) -> None:
 
 
 def print_together(docs: Path, number: str) -> None:
-    """What is earned in the first games with a partner and later on; then with subgoals of other games"""
-    rows = [row for row in read(docs, number, "_together") if not row["population"]]
-    table = []
-    for run in labels_in(rows):
-        cells = [plus_minus(mean_of_games(rows, run, "return", games)) for games in GAMES.values()]
-        shuffled = mean_of_games(rows, run, "shuffled", GAMES["games 11-20"])
-        table.append([run, *cells, plus_minus(shuffled)])
-    if table:
-        print_table(["arm, frozen", *GAMES, "shuffled, 11-20"], table)
+    """What is earned in the first games with a partner and later on, and with subgoals of other games: with the
+    partners of the training, then with each that nobody met"""
+    rows = read(docs, number, "_together")
+    for population in dict.fromkeys(row["population"] for row in rows):
+        of_partner = [row for row in rows if row["population"] == population]
+        table = []
+        for run in labels_in(of_partner):
+            cells = [plus_minus(mean_of_games(of_partner, run, "return", games)) for games in GAMES.values()]
+            shuffled = mean_of_games(of_partner, run, "shuffled", GAMES["games 11-20"])
+            table.append([run, *cells, plus_minus(shuffled)])
+        partner = f" beside {population}" if population else ""
+        print_table([f"arm, frozen{partner}", *GAMES, "shuffled, 11-20"], table)
 
 
 PARTS = ("first fifth", "second", "third", "fourth", "last fifth")

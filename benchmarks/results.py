@@ -129,7 +129,8 @@ def mean_of_games(rows: list[dict], run: str, key: str, games: range) -> Interva
 GAMES = {
     "game 1": range(1, 2),
     "game 2": range(2, 3),
-    "game 3": range(3, 4),
+    "games 2-20": range(2, 21),
+    "games 3-20": range(3, 21),
     "games 11-20": range(11, 21),
 }
 BAYES = "Bayes hunter"

@@ -1375,7 +1375,13 @@ def test_a_partner_of_a_new_kind(tmp_path, capsys):
     (folder / "seconds").touch()
     (folder / "train.log").write_text("on cpu")
     (folder / "x__11/metrics.jsonl").touch()
-    lines = ["seed,game,return,shuffled,learning", "0,1,1.0,0.5,1.0", "0,2,1.0,0.5,3.0", "1,1,2.0,0.5,2.0"]
+    lines = [
+        "seed,game,return,shuffled,learning",
+        "0,1,1.0,0.5,1.0",
+        "0,2,1.0,0.5,3.0",
+        "0,3,2.0,0.5,5.0",
+        "1,1,2.0,,2.0",
+    ]
     (folder / "x__11/partners_left_stag.csv").write_text("\n".join(lines) + "\n")
     (folder / "x__11/partners.csv").write_text("seed,game,return\n0,1,9.0\n")
     experiments.collect(args, "stays-4x4")
@@ -1384,9 +1390,14 @@ def test_a_partner_of_a_new_kind(tmp_path, capsys):
     figures.draw(Path(args.docs), "new-partner")
     said = capsys.readouterr().out
     assert "4x4, 5 steps, the partner stays; partner left_stag\n" in said
-    assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 |  |  |" in said
-    assert "| HOP+, learning | 1.500 ± 6.353 | 3.000 |  |  |" in said and "none" not in said
+    assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 | 1.500 | 2.000 |  |" in said
+    assert "| HOP+, learning | 1.500 ± 6.353 | 3.000 | 4.000 | 5.000 |  |" in said and "none" not in said
     assert (tmp_path / "results/new_partner.png").stat().st_size > 5000
+    figures.print_together(Path(args.docs), "stays-4x4")
+    said = capsys.readouterr().out
+    assert "| arm, frozen beside left_stag | game 1 | game 2 | games 2-20 | games 3-20 | games 11-20 |" in said
+    assert "| HOP+ | 1.500 ± 6.353 | 1.000 | 1.500 | 2.000 |  |  |" in said
+    assert re.search(r"arm, frozen \|.*\n.*\n\| HOP\+ \| 9.000 \|", said), "the partners of the training apart"
 
 
 def test_the_dashboard_shows_what_a_run_logs(tmp_path):
