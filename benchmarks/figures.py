@@ -27,6 +27,7 @@ from benchmarks.sections import (
     BOARDS,
     DOSES,
     SEARCH_LABEL,
+    SEARCHES,
     SECTIONS,
     TASKS,
     TIMINGS,
@@ -527,8 +528,8 @@ def compared() -> list[tuple[str, str, str, str]]:
         for method in ("PPO, mixed", "GRU, mixed", "+ subgoals, mixed"):
             pairs.append((hopplus, "learning", label_of(method, board), "learning"))
         pairs.append((hopplus, "learning", hopplus, "frozen"))
-        pairs.append((hopplus, "search", hopplus, "frozen"))
-    pairs.append(("HOP+ MCTS", "search", "HOP+ MCTS", "frozen"))
+    for searching in SEARCHES:
+        pairs.append((searching, "search", searching, "frozen"))
     for without in ("no memory", "policy without subgoals"):
         for mode in ("frozen", "learning"):
             pairs.append(("HOP+", mode, f"HOP+, {without}", mode))
@@ -583,11 +584,15 @@ def has_data(kind: str, key: str, source: list[dict], scores: dict) -> bool:
 
 
 def name_runs_once(axes) -> None:
-    """Panels side by side that have the same runs: only the first names them"""
+    """Panels side by side that have the same runs: only the first names them, or the last in its legend"""
     names = [tuple(label.get_text() for label in axis.get_yticklabels()) for axis in axes]
     for axis, own, left in zip(axes[1:], names[1:], names, strict=False):
         if own == left and axis.yaxis.get_inverted():
             axis.tick_params(labelleft=False)
+    names = [axis.get_legend_handles_labels()[1] for axis in axes]
+    for axis, own, right in zip(axes, names, names[1:], strict=False):
+        if own and own == right:
+            axis.get_legend().remove()
 
 
 def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores: dict) -> None:
@@ -621,7 +626,7 @@ def draw_panels(docs: Path, number: str, rows: list[dict], panels: list, scores:
         name_runs_once(row)
     figure.tight_layout()
     title = SECTIONS[number].title
-    if number not in TASKS:
+    if number.isdigit():
         title = f"{number}. {title}"
     figure.suptitle(title, y=1, verticalalignment="bottom")
     save(docs, figure, f"section_{number}")

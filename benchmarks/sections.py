@@ -149,11 +149,7 @@ ARMS = {  # what the policy may know: script and flags
     "posterior": (PPO, "--method ppo-omg --subgoals posterior"),
     "told": (PPO, "--method ppo-omg --subgoals oracle"),
 }
-HOPPLUS_STEPS = {  # where HOP+ is an arm, too
-    "stays-8x8": 8_000_000,
-    "stays-4x4": 3_000_000,
-    "redrawn-4x4": 3_000_000,
-}
+HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an arm, too
 PARTNERS = "evaluation/partners.py RUN"
 STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
 LEARNING_ARMS = {  # also as they go on learning beside such a partner: flags of partners.py
@@ -237,18 +233,17 @@ def partner_commands(task: str, arm: str) -> tuple[str, ...]:
 
 def arms(task: str) -> dict[str, Run]:
     """What the policy may know, in one game"""
-    game_flags = TASKS[task].flags
+    game_flags = f"{TASKS[task].flags} --total-timesteps {TASKS[task].steps}"
     names = tuple(ARMS)
     if "4x4" not in task and "stays" not in task:
         names = ("none", "inferred", "told")
     runs = {}
     for name in names:
         script, flags = ARMS[name]
-        flags = f"{LADDER} {game_flags} --total-timesteps {TASKS[task].steps} {flags}".rstrip()
+        flags = f"{LADDER} {game_flags} {flags}".rstrip()
         runs[name] = Run(flags, script, then=partner_commands(task, name))
-    if task in HOPPLUS_STEPS:
-        flags = f"{TEST_SEEDS} {game_flags} --total-timesteps {HOPPLUS_STEPS[task]}"
-        runs["HOP+"] = Run(flags, then=partner_commands(task, "HOP+"))
+    if task in HOPPLUS_TASKS:
+        runs["HOP+"] = Run(f"{TEST_SEEDS} {game_flags}", then=partner_commands(task, "HOP+"))
     return runs
 
 
@@ -607,9 +602,9 @@ SECTIONS = {
         "Why does a third hunter join the stag, and does a long run fall?",
         PARTY_RUNS,
         [
-            ("curves", "return"),
             ("bars", "fall"),
             ("bars", "party_3"),
+            ("curves", "return"),
             ("curves", "party_2"),
             ("curves", "party_3"),
             ("curves", "party_4"),

@@ -753,7 +753,7 @@ def test_a_saved_figure_keeps_the_colours_of_small_marks(tmp_path):
 # Their flags are new, their tables are old.
 MEASURED_TASKS = ("stays-4x4", "stays-8x8")
 TO_BE_MEASURED = tuple(name for name in sections.TASKS if name not in MEASURED_TASKS)
-TO_BE_MEASURED += ("parties", "dose", "7", "hop")
+TO_BE_MEASURED += ("hop",)
 
 
 def sections_with_runs():
@@ -1640,7 +1640,7 @@ def test_hopplus_has_one_setting():
                 assert run.script == "hopplus_ppo.py" and flags <= may_differ, (name, label)
                 seen.append(name)
     alone = {"2", "7", "8", "others", "1", "dose", "walls"}
-    assert set(seen) == alone | {*sections.TIMINGS, *sections.HOPPLUS_STEPS}
+    assert set(seen) == alone | {*sections.TIMINGS, *sections.HOPPLUS_TASKS}
 
 
 def test_goals_are_few_and_discrete_or_continuous():
@@ -1745,6 +1745,17 @@ def test_panels_side_by_side_name_the_same_runs_once():
     figures.name_runs_once(axes)
     named = [axis.yaxis.get_tick_params()["labelleft"] for axis in axes]
     assert named == [True, False, False, True]
+
+
+def test_panels_side_by_side_have_the_same_legend_once():
+    axes = Figure().subplots(1, 4)
+    for axis, runs in zip(axes, ("ab", "ab", "ac", ""), strict=True):
+        for run in runs:
+            axis.plot([0, 1], label=run)
+        if runs:
+            axis.legend()
+    figures.name_runs_once(axes)
+    assert [axis.get_legend() is not None for axis in axes] == [False, True, True, False]
 
 
 def test_a_mean_is_over_seeds_that_met_all_sets():
