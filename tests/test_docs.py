@@ -318,7 +318,7 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
     words[end:end] = {
         "evaluation/evaluate.py": "--games 2",
         "evaluation/inspector.py": "--games 1 --samples 1 --steps-ahead 1",
-        "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 4 --no-references --imagined-games 2 --rounds 1"
+        "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 2 --no-references --imagined-games 2 --rounds 1"
         " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
         "evaluation/cross_play.py": "--games 4",
         "evaluation/subgoals.py": "--games 4",
