@@ -1,6 +1,6 @@
 """benchmarks/game.py: the audit tells a fair game from an unfair one, and its test of equal means is exact."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -17,12 +17,15 @@ from stag_hunt_env import StagHuntConfig, StagHuntEnv  # noqa: E402
 import game  # noqa: E402
 
 
-def test_audit_passes_a_fair_game_and_fails_an_unfair_one():
+def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
     fair = game.main(game.Args(audit=True, audit_games=200, device="cpu"))["audit"]
     assert not fair["favoured"] and [row["players"] for row in fair["table"]] == [*game.AUDITED] * 2
-    command = [sys.executable, str(BENCHMARKS / "game.py"), "--audit", "--audit-games", "500", "--final-time", "15"]
-    result = subprocess.run([*command, "--strengths", "1", "1", "1", "9"], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1 and "A SEAT IS FAVOURED" in result.stdout, result.stdout + result.stderr
+    unfair = "--audit --audit-games 500 --final-time 15 --strengths 1 1 1 9 --device cpu"
+    script = str(BENCHMARKS / "game.py")
+    monkeypatch.setattr(sys, "argv", [script, *unfair.split()])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(script, run_name="__main__")
+    assert stopped.value.code == 1 and "A SEAT IS FAVOURED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("games, seats", [(500, 2), (500, 4), (10, 4), (6, 3)])
