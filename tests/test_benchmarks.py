@@ -78,13 +78,43 @@ def test_speed(script, flags, tmp_path):
 
 
 def test_commands(tmp_path, monkeypatch):
-    """Two at once beside a busy program; the slowest counts"""
     flags = f"--method ppo --final-time 6 --total-timesteps 512 {SMALL}"
-    monkeypatch.setattr(speed, "COMMANDS", {"small": ("ppo", flags, 2, True)})
+    monkeypatch.setattr(speed, "COMMANDS", {"small": ("ppo", flags, 1, False)})
     (row,) = speed.main(speed.Args(cases="commands", device="cpu", folder=str(tmp_path)))
     assert row["seconds"] > row["ready_s"] + row["training_s"] > 0 and -1 <= row["return_last_fifth"] <= 5
     (line,) = csv.DictReader((tmp_path / "commands.csv").open())
     assert line["case"] == "small" and float(line["seconds"]) == row["seconds"]
+
+
+MEET = """
+import pathlib, sys, time
+own, other, seconds = sys.argv[1:]
+pathlib.Path(own).touch()
+end = time.monotonic() + 60
+while not pathlib.Path(other).exists():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+time.sleep(float(seconds))
+"""
+
+
+def test_commands_run_side_by_side_beside_a_busy_program(tmp_path, monkeypatch):
+    """Each waits for the other; the slowest counts; nothing goes on afterwards"""
+    begun = []
+    begin = speed.subprocess.Popen
+
+    def noted(*words, **options):
+        begun.append(begin(*words, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(speed.subprocess, "Popen", noted)
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    meet = [sys.executable, "-c", MEET]
+    seconds = speed.run_commands([[*meet, first, second, "0"], [*meet, second, first, "0.5"]], busy=True)
+    assert seconds > 0.5 and len(begun) == 3 and "while True" in begun[0].args[-1]
+    assert all(process.poll() is not None for process in begun)
+    with pytest.raises(stag_hunt_env.UserError, match="this command fails"):
+        speed.run_commands([[sys.executable, "-c", "raise SystemExit(3)"]], busy=False)
 
 
 @pytest.mark.parametrize(("only", "series"), [("", 6), ("seeds", 1)])
