@@ -56,6 +56,8 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
     **{f"value_real_{i}": f"per_agent/value_loss_real/learner_{i}" for i in range(4)},
     "explained_variance": "losses/explained_variance",
     **{f"explained_variance_{i}": f"per_agent/explained_variance/learner_{i}" for i in range(4)},
+    "real_samples": "real/samples",
+    "imagined_samples": "imagined/samples",
     "raw_reward": "imagined/raw_reward_mean",
     "raw_reward_outside": "imagined/raw_reward_outside",
     **{f"party_{size}": f"charts/party_{size}" for size in (2, 3, 4)},

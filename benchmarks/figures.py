@@ -462,18 +462,26 @@ def print_parties(docs: Path, number: str) -> None:
         print_table(["share of games in which 2 / 3 / 4 take the stag", *PARTS], table)
 
 
+DOSE_COLUMNS = {  # what is said about a dose: key
+    "return": "return",
+    "steps to 2.8": "steps_to_2.8",
+    "real samples": "real_samples",
+    "imagined samples": "imagined_samples",
+    "rewards outside": "raw_reward_outside",
+}
+
+
 def print_doses(rows: list[dict], flag: str) -> None:
-    """return, then steps to 2.8"""
     table = []
     for board in BOARDS:
         for value in DOSES[flag]:
             label = dose_label(flag, value, board)
             count = sum(row["run"] == label for row in rows)
             if count:
-                keys = ("return", "steps_to_2.8")
+                keys = DOSE_COLUMNS.values()
                 cells = [cell_of(by_run(rows, key).get(label, []), count, key) for key in keys]
                 table.append([value, board, *cells])
-    print_table([f"--{flag}", "board", "return", "steps to 2.8"], table)
+    print_table([f"--{flag}", "board", *DOSE_COLUMNS], table)
 
 
 def seat_table(rows: list[dict], run: str, key: str) -> np.ndarray:

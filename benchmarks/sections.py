@@ -373,6 +373,12 @@ PARTY_RUNS = {
     "search, 4 simulations, a hare pays 4": counted(f"{FEW_SIMULATIONS} --hare-reward 4"),
 }
 
+# A third of the stag is 3.3, half of it 5.
+PARTY_RUNS_CPU = {
+    "a hare pays 1": counted(f"{TEST_SEEDS} --device cpu --total-timesteps 120000"),
+    "a hare pays 3.4": counted(f"{TEST_SEEDS} --device cpu --total-timesteps 120000 --hare-reward 3.4"),
+}
+
 # ---- How much imagination
 
 DOSES = {  # flag -> its values, from little to much imagination; that of HOP+ among them
@@ -604,11 +610,16 @@ SECTIONS = {
         [
             ("bars", "fall"),
             ("bars", "party_3"),
-            ("curves", "return"),
+            ("seats", "player"),
             ("curves", "party_2"),
             ("curves", "party_3"),
             ("curves", "party_4"),
         ],
+    ),
+    "parties-cpu": Section(
+        "Does a third hunter join where that does not pay?",
+        PARTY_RUNS_CPU,
+        [("bars", "party_2"), ("bars", "party_3"), ("bars", "party_4")],
     ),
     "dose": Section(
         "How much imagination?",

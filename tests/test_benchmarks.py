@@ -1571,18 +1571,18 @@ def test_doses(tmp_path, capsys):
             for last in returns
         ]
 
-    hares = [[{"steps": 200, "charts/episodic_return": 1.0}]] * 2
-    write_runs(args, "dose", {
-        "HOP+": seeds(2.9, 2.9),
-        "ppo-real-ratio 0.5": seeds(2.5, 2.7),
-        "ppo-real-ratio 1, 8x8": hares,
-    })  # fmt: skip
+    hares = [[{"steps": 200, "charts/episodic_return": 1.0, "real/samples": 40.0}]] * 2
+    half = seeds(2.5, 2.7)
+    for lines in half:
+        lines[-1] |= {"real/samples": 30.0, "imagined/samples": 20.0, "imagined/raw_reward_outside": 0.25}
+    write_runs(args, "dose", {"HOP+": seeds(2.9, 2.9), "ppo-real-ratio 0.5": half, "ppo-real-ratio 1, 8x8": hares})
     said, size = collected(args, "dose", capsys)
-    table = said.split("| --ppo-real-ratio | board | return | steps to 2.8 |\n")[1].split("\n\n")[0].splitlines()[1:]
+    columns = "return | steps to 2.8 | real samples | imagined samples | rewards outside"
+    table = said.split(f"| --ppo-real-ratio | board | {columns} |\n")[1].split("\n\n")[0].splitlines()[1:]
     assert table == [
-        "| 0.5 | 4x4 | 2.6 [1.329, 3.871] | 300 [300, 300] |",
-        "| 0.2 | 4x4 | 2.9 [2.9, 2.9] | 300 [300, 300] |",
-        "| 1 | 8x8 | 1 [1, 1] | never |",
+        "| 0.5 | 4x4 | 2.6 [1.329, 3.871] | 300 [300, 300] | 30 [30, 30] | 20 [20, 20] | 0.25 [0.25, 0.25] |",
+        "| 0.2 | 4x4 | 2.9 [2.9, 2.9] | 300 [300, 300] |  |  |  |",
+        "| 1 | 8x8 | 1 [1, 1] | never | 40 [40, 40] |  |  |",
     ]
     assert "| 16 | 4x4 | 2.9 [2.9, 2.9] |" in said and "| mixed | 4x4 | 2.9 [2.9, 2.9] |" in said and size > 5000
 
