@@ -671,7 +671,7 @@ def print_section(docs: Path, number: str, rows: list[dict], panels: list, score
             print(f"{run}: {key} by seat {of_seats}; all equal: p = {p:.2g}; does not fall: p = {ordered:.2g}")
     if number in TASKS:
         print_ladder(docs, number)
-        print_together(docs, number)
+    print_together(docs, number)
     print_parties(docs, number)
     for flag in (key for kind, key in panels if kind == "return by dose"):
         print_doses(rows, flag)

@@ -140,7 +140,8 @@ OTHER_RUNS = {label_of(name, board): run for board in BOARDS for name, run in ot
 # ---- The ladder: one learner, whose partner is one of three; the others hunt hares
 
 # Flags of every arm
-LADDER = f"{TEST_SEEDS} --num-envs 1024 --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"
+LADDER = f"{TEST_SEEDS} --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"
+LADDER_GAMES = 1024
 ARMS = {  # what the policy may know: script and flags
     "none": (PPO, "--method ppo"),
     "actions": (PPO, "--method ppo-omg --subgoals actions"),
@@ -240,10 +241,22 @@ def arms(task: str) -> dict[str, Run]:
     runs = {}
     for name in names:
         script, flags = ARMS[name]
-        flags = f"{LADDER} {game_flags} {flags}".rstrip()
+        flags = f"{LADDER} --num-envs {LADDER_GAMES} {game_flags} {flags}".rstrip()
         runs[name] = Run(flags, script, then=partner_commands(task, name))
     if task in HOPPLUS_TASKS:
         runs["HOP+"] = Run(f"{TEST_SEEDS} {game_flags}", then=partner_commands(task, "HOP+"))
+    return runs
+
+
+def more_updates() -> dict[str, Run]:
+    """With as many games at once as HOP+: a quarter of the ladder's, so four times the updates"""
+    runs = {}
+    for board in BOARDS:
+        task = TASKS[f"stays-{board}"]
+        for name in ("none", "inferred", "GRU", "posterior"):
+            script, flags = ARMS[name]
+            words = f"{LADDER} --num-envs 256 {task.flags} --total-timesteps {task.steps} {flags}".split()
+            runs[label_of(name, board)] = Run(" ".join(words), script, then=(PARTNERS,))
     return runs
 
 
@@ -511,6 +524,11 @@ def timed_runs(timing: Timing) -> dict[str, Run]:
 
 SECTIONS = {
     **ladder(),
+    "more-updates": Section(
+        "The partner stays, 256 games at once",
+        more_updates(),
+        [("points", "return"), ("late curves", "return"), ("together", "")],
+    ),
     "1": Section(
         "Why was the value loss so high, and in which seat?",
         value_loss_runs("", "") | VALUE_SETTINGS | value_loss_runs(", one learner", ONE_LEARNER),
