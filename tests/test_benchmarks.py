@@ -1441,6 +1441,15 @@ def test_a_partner_of_a_new_kind(tmp_path, capsys):
     assert re.search(r"arm, frozen \|.*\n.*\n\| HOP\+ \| 9.000 \|", said), "the partners of the training apart"
 
 
+def test_games_together_are_printed_of_every_section_that_has_them(tmp_path, capsys):
+    rows = [{"run": "GRU", "seed": 0, "flags": "", "return": 2.0}]
+    games = [{"run": "GRU", "population": "", "seed": 0, "game": game, "return": game} for game in (1, 2)]
+    for number in ("more-updates", "stays-4x4"):
+        results.write(tmp_path / "data" / f"section_{number}_together.csv", games)
+        figures.print_section(tmp_path, number, rows, [], {})
+        assert "| GRU | 1.000 | 2.000 | 2.000 |" in capsys.readouterr().out
+
+
 def test_the_dashboard_shows_what_a_run_logs(tmp_path):
     args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path))
     folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
