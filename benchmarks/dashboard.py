@@ -20,11 +20,12 @@ PANELS = {  # tag: what to look for
     "charts/stag_share": "a half: two hunt the stag",
     "losses/value_loss": "must not rise late",
     "losses/approx_kl": "far below 0.1",
-    "moa/nll": "close to moa/ceiling/nll",
+    "moa/nll": "lower: better; dotted: the best possible",
     "wm/exact_match/1": "1: every board predicted right",
     "wm/horizon": "steps that may be imagined",
-    "losses/explained_variance": "1: the critic knows the returns",
+    "losses/explained_variance": "1: returns predicted exactly",
 }
+DOTTED = {"moa/nll": "moa/ceiling/nll"}
 
 
 @dataclasses.dataclass
@@ -33,6 +34,12 @@ class Args:
     """folders of runs"""
     out: str = "dashboard.png"
     """the picture"""
+
+
+def curve_of(lines: list[dict], tag: str) -> tuple[list[float], list[float]]:
+    """-> steps, values; a script does not log everything"""
+    logged = [line for line in lines if line.get(tag) is not None]
+    return [line["steps"] for line in logged], [line[tag] for line in logged]
 
 
 def main(args: Args) -> None:
@@ -51,8 +58,9 @@ def main(args: Args) -> None:
             raise UserError(f"{run} is no folder of a run: it has no metrics.jsonl")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for axis, (tag, hint) in zip(axes.flat, PANELS.items(), strict=True):
-            points = [(line["steps"], line[tag]) for line in lines if line.get(tag) is not None]
-            axis.plot([step for step, _ in points], [value for _, value in points])
+            (curve,) = axis.plot(*curve_of(lines, tag))
+            if tag in DOTTED:
+                axis.plot(*curve_of(lines, DOTTED[tag]), ":", color=curve.get_color())
             axis.set_title(f"{tag}\n{hint}", fontsize=10)
             axis.set_xlabel("env steps")
             axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))

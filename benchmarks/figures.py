@@ -41,6 +41,8 @@ import numpy as np
 from scipy import stats
 
 TITLES = {  # of what is drawn
+    "stag": "share of players that end with the stag",
+    "nothing": "share of players that end with nothing",
     "value_real": "value loss on real samples",
     "value_real_peak": "highest in the run",
     "explained_variance": "explained variance",

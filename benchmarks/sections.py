@@ -57,7 +57,7 @@ METHODS = {
     "8x8": {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
         "PPO, mixed": Method(PPO, 1024, 13_000_000, f"--method ppo {SLOW} {MIXED}"),
-        "GRU, mixed": Method(GRU, 1024, 13_000_000, MIXED_GRU),
+        "GRU, mixed": Method(GRU, 1024, 13_000_000, f"{MIXED_GRU} {SLOW}"),
         "+ subgoals, mixed": Method(PPO, 1024, 13_000_000, f"{MIXED_OMG} {SLOW}"),
         "HOP+": Method(PPO, 256, 4_000_000),
     },
@@ -431,8 +431,14 @@ def dose_runs() -> dict[str, Run]:
 
 # Their Q is in the game's units, ours in units of the highest payoff, 5 (a stag shared by two):
 # their temperature of 2 is 10 here, their pUCT constant of 1 is 0.2.
-AUTHORS_SEARCH = "--num-trees 5 --num-simulations 200 --q-temperature 10 --puct 0.2"
-AUTHORS_VALUES = f"{AUTHORS_SEARCH} --gamma 0.95 --memory-discount 0.995"
+AUTHORS_ONE_BY_ONE = {
+    "beta 10": "--q-temperature 10",
+    "pUCT 0.2": "--puct 0.2",
+    "gamma 0.95": "--gamma 0.95",
+    "memory 0.995": "--memory-discount 0.995",
+}
+ALL_FOUR = " ".join(AUTHORS_ONE_BY_ONE.values())
+AUTHORS_VALUES = f"--num-trees 5 --num-simulations 200 {ALL_FOUR}"
 AUTHORS_BOARD = "--height 8 --width 8 --max-wall-pieces 5"
 HOP_BOARDS = {"4x4": "", "8x8": AUTHORS_BOARD}
 HOP_STEPS = "--num-envs 256 --total-timesteps 1000000 --log-every 3 --compile"
@@ -451,6 +457,22 @@ def hop_runs() -> dict[str, Run]:
             words = f"{seeds} {HOP_STEPS} {board_flags} {flags}".split()
             runs[label_of(name, board)] = Run(" ".join(words), MCTS)
     return runs
+
+
+HOP_CPU = f"{TEST_SEEDS} --device cpu --total-timesteps 61440 --log-every 2 --method hop"
+
+
+def hop_runs_cpu() -> dict[str, Run]:
+    """With our values, with one of the authors', with more of them; as many simulations in all"""
+    beta, puct, gamma, memory = AUTHORS_ONE_BY_ONE.values()
+    arms = {
+        "HOP": "",
+        **{f"HOP, {name}": flags for name, flags in AUTHORS_ONE_BY_ONE.items()},
+        "HOP, all but beta": f"{puct} {gamma} {memory}",
+        "HOP, beta and gamma": f"{beta} {gamma}",
+        "HOP, all four": ALL_FOUR,
+    }
+    return {name: Run(f"{HOP_CPU} {flags}".rstrip(), MCTS) for name, flags in arms.items()}
 
 
 # ---- Time and return: what decides in benchmarks/decisions.py, and how long it trains here
@@ -685,9 +707,21 @@ SECTIONS = {
         ],
     ),
     "hop": Section(
-        "HOP as its authors ran it; 8x8 with five wall pieces",
+        "HOP with our values and with its authors'; 8x8 with up to five wall pieces",
         hop_runs(),
-        [("bars", "return"), ("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
+        [
+            ("bars", "return"),
+            ("bars", "stag"),
+            ("bars", "nothing"),
+            ("bars", "steps_to_2.8"),
+            ("bars", "fall"),
+            ("curves", "return"),
+        ],
+    ),
+    "hop-cpu": Section(
+        "Which of its authors' values lowers HOP's return?",
+        hop_runs_cpu(),
+        [("bars", "return"), ("bars", "stag"), ("bars", "nothing"), ("curves", "return")],
     ),
     "time": Section(
         "Return after equal steps and after equal time",

@@ -37,6 +37,7 @@ PERIODS = {  # of 2400 steps with the same co-players: how a column of returns e
 }
 CO_PLAYER_SETS = ("standard", "strangers", "learned")
 METHOD_ORDER = [BAYES, *METHODS["4x4"]]
+HARDEST = "3 waiting"  # beside them most learners earn least, so there is a table without them
 
 
 class Meeting(NamedTuple):
@@ -197,6 +198,18 @@ def print_worst(board: str, of_periods: dict[str, dict[str, tuple[Meeting, Worst
             print_table(["learner", *scores], table)
 
 
+def print_without_hardest(board: str, meetings: list[Meeting], of_references: dict) -> None:
+    table = []
+    for meeting in meetings:
+        others = {players: returns for players, returns in meeting.returns.items() if players != HARDEST}
+        if meeting.board == board and meeting.period == "last quarter" and others:
+            worst = worst_case(meeting._replace(returns=others), of_references)
+            table.append([learner_name(meeting), *score_cells(worst)])
+    if table:
+        print(f"\n{board}, the last quarter of the steps, without {HARDEST}")
+        print_table(["learner", "worst score", "beside", "mean score"], table)
+
+
 def score_cells(worst: WorstCase) -> list[str]:
     return [plus_minus(worst.worst_score, 2), worst.worst_set, plus_minus(worst.mean_score, 2)]
 
@@ -218,6 +231,7 @@ def draw_worst(docs: Path) -> None:
                 rows.append(worst_row(meeting, worst))
                 of_periods[meeting.period][learner_name(meeting)] = meeting, worst
         print_worst(board, of_periods)
+        print_without_hardest(board, meetings, of_references)
     write(docs / "data" / "worst_case.csv", rows)
     draw_worst_figure(docs, meetings, of_references)
 
