@@ -745,7 +745,8 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     columns = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
     columns += [f"{name} normalised" for name in normalised]
     rows = [["co_players", *columns, *more]]
-    print(f"return over the last quarter of {args.steps} steps (normalised: random 0, best response 1)")
+    scale = " (normalised: random 0, best response 1)" if "best response" in table else ""
+    print(f"return over the last quarter of {args.steps} steps{scale}")
     print(" " * 42 + "".join(name.rjust(22) for name in table))
     for k, key in enumerate(sets):
         low, high = (table[name][k][0] if name in table else math.nan for name in ("random", "best response"))
@@ -759,7 +760,7 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
             if name in normalised:
                 norm = (mean - low) / (high - low) if high != low else math.nan
                 norms.append(norm)
-                text += f" ({norm:.2f})"
+                text += f" ({norm:.2f})" if scale else ""
             line += text.rjust(22)
         rows.append([key, *means, *norms, *(column[k] for column in more.values())])
         print(line)

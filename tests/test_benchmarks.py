@@ -1447,6 +1447,9 @@ def test_the_dashboard_shows_what_a_run_logs(tmp_path):
     folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [tag for tag in dashboard.PANELS if tag not in lines[-1]] == []
+    curve = dashboard.curve_of([{"steps": 1}, {"steps": 2, "moa/nll": None}, {"steps": 3, "moa/nll": 0.5}], "moa/nll")
+    assert curve == ([3], [0.5]), "what was not logged is left out"
+    assert [tag for tag in dashboard.DOTTED.values() if tag not in lines[-1]] == []
     dashboard.main(dashboard.Args(runs=(str(folder),), out=str(out)))
     assert out.stat().st_size > 5000
     for runs, words in (((str(tmp_path),), "no folder of a run"), ((), "which runs")):

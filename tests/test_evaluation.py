@@ -851,6 +851,7 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
             assert float(row[f"{name} normalised"]) == pytest.approx(expected)
     assert found["best response/random + random"] == 3
     said = capsys.readouterr().out
+    assert f"{found['learning/random + random']:.3f}" in said and f"({expected:.2f})" in said
     (line,) = (line for line in said.splitlines() if line.startswith("warning"))
     assert line.startswith("warning: learning, random + random: imagined return ") and "new weights in 56% of" in line
     gains = [scores["learning"][k] - scores["frozen"][k] for k in range(2)]
@@ -1413,6 +1414,8 @@ def test_scores_are_of_the_whole_last_quarter(folder, capsys):
     assert float(row["learning games to 90 %"]) == 8 / 4, "in each place, by the end of the fourth round"
     scores = [float(row["learning"]) for row in table_of(folder / "adaptation_learner-random-random_repetitions.csv")]
     assert scores == [2, 3, 4]
+    said = capsys.readouterr().out
+    assert "normalised" not in said and "nan" not in said, "there are no references"
 
 
 def test_the_bayes_hunter_knows_nobody_at_the_start_of_a_game(folder, monkeypatch):
