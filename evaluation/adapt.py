@@ -745,7 +745,8 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
     columns = [f"{name} {part}" for name in table for part in ("mean", "half_width_95")]
     columns += [f"{name} normalised" for name in normalised]
     rows = [["co_players", *columns, *more]]
-    scale = " (normalised: random 0, best response 1)" if "best response" in table else ""
+    has_references = "best response" in table
+    scale = " (normalised: random 0, best response 1)" if has_references else ""
     print(f"return over the last quarter of {args.steps} steps{scale}")
     print(" " * 42 + "".join(name.rjust(22) for name in table))
     for k, key in enumerate(sets):
@@ -760,7 +761,7 @@ def write_results(args: Args, sets: list[str], table: dict, more: dict, by_repet
             if name in normalised:
                 norm = (mean - low) / (high - low) if high != low else math.nan
                 norms.append(norm)
-                text += f" ({norm:.2f})" if scale else ""
+                text += f" ({norm:.2f})" if has_references else ""
             line += text.rjust(22)
         rows.append([key, *means, *norms, *(column[k] for column in more.values())])
         print(line)

@@ -1442,7 +1442,7 @@ def test_games_together_are_printed_of_every_section_that_has_them(tmp_path, cap
         assert "| GRU | 1.000 | 2.000 | 2.000 |" in capsys.readouterr().out
 
 
-def test_the_dashboard_shows_what_a_run_logs(tmp_path):
+def test_the_dashboard_shows_what_a_run_logs(tmp_path, monkeypatch):
     args = hopplus_ppo.make_args("hopplus", "cpu", **TINY, run_dir=str(tmp_path))
     folder, out = Path(hopplus_ppo.main(args)["checkpoint"]).parent, tmp_path / "dashboard.png"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -1450,8 +1450,12 @@ def test_the_dashboard_shows_what_a_run_logs(tmp_path):
     curve = dashboard.curve_of([{"steps": 1}, {"steps": 2, "moa/nll": None}, {"steps": 3, "moa/nll": 0.5}], "moa/nll")
     assert curve == ([3], [0.5]), "what was not logged is left out"
     assert [tag for tag in dashboard.DOTTED.values() if tag not in lines[-1]] == []
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
     dashboard.main(dashboard.Args(runs=(str(folder),), out=str(out)))
     assert out.stat().st_size > 5000
+    (figure,) = drawn
+    assert [len(axis.lines) for axis in figure.axes] == [1 + (tag in dashboard.DOTTED) for tag in dashboard.PANELS]
     for runs, words in (((str(tmp_path),), "no folder of a run"), ((), "which runs")):
         with pytest.raises(ValueError, match=words):
             dashboard.main(dashboard.Args(runs=runs, out=str(out)))
