@@ -7,7 +7,7 @@ grow at once on the device, and the policy learns from what the search finds. Se
     python hopplus_mcts.py --planner one-step                     # look one step ahead (none: act by the policy)
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
     torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # the games split over 8 GPUs
-    python evaluation/evaluate.py runs/RUN -- --planner none      # frozen; also adapt.py and cross_play.py
+    python evaluation/evaluate.py runs/RUN -- --planner none      # frozen; also adapt.py
     python benchmarks/search.py --checkpoint runs/RUN/checkpoint.pt    # where a search's time goes, and a tree
 
 Axes: S seeds, E games per seed, B = S*E games, N players, P prey, M learners, T steps (in a search: trees), A actions,

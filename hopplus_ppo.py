@@ -7,7 +7,7 @@ actions (MOA) and the world, and learn from imagined rollouts.
     python hopplus_ppo.py --seats learner,nearest_stag,nearest_hare,random
     python hopplus_ppo.py --resume runs/RUN/checkpoint.pt
     torchrun --nproc-per-node 8 hopplus_ppo.py --num-envs 2048    # the games split over 8 GPUs
-    python evaluation/evaluate.py runs/RUN                        # frozen; also adapt.py and cross_play.py
+    python evaluation/evaluate.py runs/RUN                        # frozen; also adapt.py
 
 Axes: S seeds, E games per seed, B = S*E games, N players, P prey, M learners, T steps, A actions, D subgoal,
 K co-players, n rows of any kind. What a learner reads or predicts about players is in its ego order: itself first.

@@ -383,7 +383,7 @@ def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]
     curve_keys = list(dict.fromkeys(["return", "value_real", *drawn_curves]))
     from_the_start = any("over all" in kind for kind, _ in section.panels)
     adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
-    tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_cross_play", "_together")}
+    tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_together")}
     before = figures_before(folder)
     after = figures_after(folder)
     device = device_of((folder / "train.log").read_text())
@@ -413,11 +413,6 @@ def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]
         tables["_together"] += [{"population": population, **row} for row in read_csv(path)]
     if any(kind.startswith("moa") for kind, _ in section.panels):
         tables |= moa_tables(folder)
-    for path in folder.glob("*/cross_play.csv"):
-        for focal, row in enumerate(read_csv(path)):
-            _, *returns = row.values()
-            for others, value in enumerate(returns):
-                tables["_cross_play"].append({"focal": focal, "others": others, "return": value})
     return tables
 
 

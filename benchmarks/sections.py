@@ -62,7 +62,6 @@ METHODS = {
         "HOP+": Method(PPO, 256, 4_000_000),
     },
 }
-SELF_PLAY = ("PPO", "HOP+")
 # Learners that those of METHODS meet. One learned beside hare hunters to hunt hares, one has just begun.
 OTHER_SEEDS = "--seed 31 --num-seeds 2"
 WITH_HARE_HUNTERS = "--seats learner,nearest_hare,nearest_hare,nearest_hare"
@@ -85,7 +84,6 @@ OTHERS = {
 ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen learning"
 SEARCH_ADAPT = "evaluation/adapt.py RUN --no-references --modes frozen search learning"
 BEST = "evaluation/adapt.py RUN --best-response-steps 8000000 --modes frozen learning"
-CROSS = "evaluation/cross_play.py RUN"
 
 
 def label_of(method: str, board: str) -> str:
@@ -111,8 +109,6 @@ def meetings(method: str, board: str) -> tuple[str, ...]:
     command = BEST if method == "PPO" else ADAPT
     strangers = f"{command} --sets strangers"
     learned = f"{command} --sets learned --others OTHERS_{board}"
-    if method in SELF_PLAY:
-        return command, strangers, learned, CROSS
     return command, strangers, learned
 
 

@@ -22,7 +22,7 @@ import pretrain_world_model
 import stag_hunt_env
 from benchmarks import figures, patches, results, sections, worst_case
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, cross_play, evaluate, moa, partners, subgoals
+from evaluation import adapt, evaluate, moa, partners, subgoals
 from evaluation import runs as evaluation_runs
 from stag_hunt_env import StagHuntConfig
 
@@ -49,7 +49,6 @@ SCRIPTS = {
     "pretrain_vae.py": pretrain_vae,
     "pretrain_world_model.py": pretrain_world_model,
     "evaluation/adapt.py": adapt,
-    "evaluation/cross_play.py": cross_play,
     "evaluation/evaluate.py": evaluate,
     "evaluation/partners.py": partners,
     "evaluation/subgoals.py": subgoals,
@@ -984,27 +983,25 @@ def test_what_follows_a_run_is_read_from_its_tables(tmp_path):
     (there / "adaptation_strangers_repetitions.csv").write_text(
         "co_players,repetition,seed,frozen\n3 waiting,3,2,0.5\n"
     )
-    (there / "cross_play.csv").write_text("learner of seed,among seed 1,among seed 2\n1,2.5,2.25\n2,2.0,2.75\n")
     experiments.collect(args, "8")
-    names = ("_adaptation", "_adaptation_curves", "_cross_play")
+    names = ("_adaptation", "_adaptation_curves")
     tables = {name: results.read(Path(args.docs), "8", name) for name in names}
     met = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "frozen mean": "0.5"}
     point = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "learner": "frozen", "steps": "100"}
     repetition = {"run": "PPO", "sets": "strangers", "co_players": "3 waiting", "repetition": "3", "seed": "2"}
     assert results.read(Path(args.docs), "8", "_adaptation_repetitions") == [repetition | {"frozen": "0.5"}]
     assert tables["_adaptation"] == [met] and tables["_adaptation_curves"] == [point | {"return": "1.5"}]
-    assert [row["return"] for row in tables["_cross_play"]] == ["2.5", "2.25", "2.0", "2.75"]
 
 
 def test_a_run_and_what_follows_it(tmp_path):
-    """The whole of it once, with the true scripts: train, cross-play, tables"""
+    """The whole of it once, with the true scripts: train, evaluate, tables"""
     args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path / "docs"))
     args.extra = "--device cpu --total-timesteps 64 --num-envs 4 --num-steps 8 --height 3 --final-time 4"
     args.extra_then = "--device cpu --games 8"
-    run = sections.Run("--method ppo --num-seeds 2 --log-every 1", then=(sections.CROSS,), patch=("one_player",))
+    run = sections.Run("--method ppo --num-seeds 2 --log-every 1", then=(sections.EVALUATE,), patch=("one_player",))
     experiments.make(args, run, threading.Semaphore(1))
     folder = experiments.folder_of(args, run)
-    assert (folder / "finished").exists() and len(list(folder.glob("*/cross_play.csv"))) == 1
+    assert (folder / "finished").exists() and len(list(folder.glob("*/evaluation_*.gif"))) == 1
     lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert math.isfinite(lines[-1]["losses/value_loss_real"])
 
@@ -1317,7 +1314,7 @@ def test_learners_that_others_meet_are_made_first(tmp_path, monkeypatch, capsys)
     experiments.main(args)
     assert scripts[:5].count(sections.GRU) == 1 and "evaluation/adapt.py" not in scripts[:6]
     assert scripts[-2:] == ["hopplus_ppo.py", "evaluation/adapt.py"], "the broken one, and what waited for it"
-    assert scripts.count("evaluation/adapt.py") == 3 and scripts.count("evaluation/cross_play.py") == 1
+    assert scripts.count("evaluation/adapt.py") == 3
     kept = {path.parent.parent for path in tmp_path.glob("runs/*/*/checkpoint.pt")}
     assert kept == {experiments.folder_of(args, run) for run in sections.other_runs("4x4").values()}
     args.only = ("nobody",)

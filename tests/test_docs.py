@@ -17,7 +17,7 @@ import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
 from benchmarks import sections
-from evaluation import adapt, cross_play, evaluate, inspector, partners, runs, subgoals
+from evaluation import adapt, evaluate, inspector, partners, runs, subgoals
 from stag_hunt_env import StagHuntConfig, parse
 
 import pytest
@@ -44,7 +44,7 @@ MODULES = {
     **TRAINING,
     **{"stag_hunt_env.py": stag_hunt_env, "pretrain_vae.py": pretrain_vae},
     **{"pretrain_world_model.py": pretrain_world_model, "evaluation/evaluate.py": evaluate},
-    **{"evaluation/adapt.py": adapt, "evaluation/cross_play.py": cross_play, "evaluation/subgoals.py": subgoals},
+    **{"evaluation/adapt.py": adapt, "evaluation/subgoals.py": subgoals},
     "benchmarks/dashboard.py": dashboard,
     "benchmarks/decisions.py": decisions,
     **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
@@ -320,7 +320,6 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
         "evaluation/inspector.py": "--games 1 --samples 1 --steps-ahead 1",
         "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 2 --no-references --imagined-games 2 --rounds 1"
         " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
-        "evaluation/cross_play.py": "--games 4",
         "evaluation/subgoals.py": "--games 4",
         "evaluation/partners.py": "--games-together 1 --places 8 --meetings 2",
     }[script].split()

@@ -1,4 +1,4 @@
-"""What is done with a checkpoint: evaluate.py, adapt.py and cross_play.py, with the script that made it or a copy."""
+"""What is done with a checkpoint: evaluate.py and adapt.py, with the script that made it or a copy."""
 
 import contextlib
 import csv
@@ -19,7 +19,6 @@ import hopplus_ppo
 import stag_hunt_env as game
 from evaluation import (
     adapt,
-    cross_play,
     evaluate,
     frozen_players,
     inspector,
@@ -191,7 +190,7 @@ def test_the_scripts_keep_the_contract(name):
     assert {"imagination", "share_parameters", *runs.FROZEN, *adapt.LEARNING} <= fields
 
 
-TOOLS = [runs, evaluate, moa, world_model, inspector, adapt, frozen_players, cross_play, partners, subgoals]
+TOOLS = [runs, evaluate, moa, world_model, inspector, adapt, frozen_players, partners, subgoals]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -339,8 +338,6 @@ def test_seats_modes_and_runs_that_do_not_fit_are_named(run, small, tmp_path):
         (adapt, ppo, short | {"every": 4, "steps": 16}, "--steps .* a game of 6 steps"),
         (adapt, ppo, short | {"modes": ("search",)}, "--modes search: nobody searches"),
         (adapt, ppo, short | {"modes": ()}, "--modes names none"),
-        (cross_play, one_seed, {}, r"at least 2 seeds, .*checkpoint.pt has 1: train with --num-seeds"),
-        (cross_play, two, {}, "learners in all seats; .*checkpoint.pt: --seats learner,mixed,learner"),
         (subgoals, ppo, {}, r"checkpoint.pt: .* reads no subgoals \(--method ppo\)"),
         (subgoals, one_seed, {}, r"checkpoint.pt: .* reads no subgoals \(--method hop\)"),
         (subgoals, omg, {"seats": "random,random,random"}, "--seats .* no learner"),
@@ -501,7 +498,6 @@ TOOLS = {  # and a file that each of them writes beside the checkpoint, with its
     evaluate: ("inspect_learner-learner-learner.html", ["--inspect"]),
     inspector: ("inspect_learner-learner-learner.html", []),
     adapt: ("adaptation_learner-random-random_curve.csv", [*FAST, "--seats", "learner,random,random"]),
-    cross_play: ("cross_play.png", []),
     subgoals: ("subgoals_learner-learner-learner.csv", []),
     partners: ("partners.csv", ["--seats", "learner,random,random"]),
 }
@@ -634,7 +630,6 @@ def test_a_tool_says_at_its_end_what_it_wrote(folder, capsys):
     one = "learner,mixed,mixed"
     calls = {
         evaluate: ["--games", 2],
-        cross_play: ["--games", 4],
         subgoals: ["--games", 4, "--seats", one, "--copies", 2],
         partners: ["--games-together", 2, "--places", 4, "--seats", one],
     }
@@ -1214,59 +1209,6 @@ def test_searching_while_adapting(run, tmp_path):
     found = adapt.main(args)
     assert list(found) == [f"{mode}/random + nearest_hare" for mode in ("frozen", "both")]
     assert [state.args.planner for _, state in states] == ["none", "mcts"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# cross_play.py
-
-
-def matrix_of(folder):
-    rows = table_of(folder / "cross_play.csv")
-    names = [row["learner of seed"] for row in rows]
-    return np.array([[float(row[f"among seed {name}"]) for name in names] for row in rows]), names
-
-
-def test_the_row_is_who_plays_and_the_column_is_among_whom(tmp_path):
-    """Only the learner of seat 2 of the first seed ever moves: it scores among anybody, and nobody else does."""
-    path = untrained(tmp_path, num_seeds=3, seed=5, stays=[True, True, False] + [True] * 6)
-    found = call(cross_play, path, "--games", 576)
-    matrix, names = matrix_of(tmp_path)
-    expected, error = alone_among_stayers(2)
-    assert names == ["5", "6", "7"] and (matrix[1:] == 0).all(), "its team's returns are not its partner's"
-    assert (
-        np.abs(matrix[0] - expected / 3).max() < 5 * error * math.sqrt(4000 / 192) / 3
-    )  # it sits in one seat of three
-    assert found["own team"] == pytest.approx(matrix[0, 0] / 3) and (tmp_path / "cross_play.png").stat().st_size > 1000
-    assert found["other teams"] == pytest.approx(matrix[0, 1:].sum() / 6)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_everybody_keeps_its_seat_among_others(share, tmp_path):
-    path = untrained(tmp_path, share_parameters=share, stays=[False, True] if share else [False] * 3 + [True] * 3)
-    args, made = read(cross_play, path, "--games", 600), []
-    watch(args, "make_networks", made)
-    cross_play.main(args)
-    seeds = [0] * 9 + [0, 1, 1, 1, 0, 1, 1, 1, 0] + [1, 0, 0, 0, 1, 0, 0, 0, 1] + [1] * 9
-    index = seeds if share else [3 * seed + k % 3 for k, seed in enumerate(seeds)]
-    saved = args.run.networks["policy"]
-    assert equal(made[0][1].policy.state_dict(), {name: p[index] for name, p in saved.items()})
-    matrix, _ = matrix_of(tmp_path)
-    expected = [alone_among_stayers(seat) for seat in range(3)]
-    error = math.hypot(*(error for _, error in expected)) / 3 * math.sqrt(4000 / 200)
-    assert abs(matrix[0, 1] - np.mean([mean for mean, _ in expected])) < 5 * error
-    assert (matrix[1] == 0).all() and matrix[0, 0] > 0.15
-
-
-def test_the_interval_off_the_diagonal():
-    own, partner = np.array([0.3, 1.0, 2.2, -0.4]), np.array([0.5, 0.1, -0.2, 0.9])
-    guest = (own[:, None] + partner)[..., None]  # each seed's effect is its own and that on others
-    mean, half = cross_play.off_diagonal(guest)
-    assert (mean, half) == pytest.approx(runs.interval(own + partner))
-    guest = np.full((2, 2, 3), 9.0)
-    guest[0, 1] = [1.0, 2.0, 3.0]
-    guest[1, 0] = [5.0, 5.0, 5.0]
-    mean, half = cross_play.off_diagonal(guest)
-    assert mean == 3.5 and half == pytest.approx(2.77645 * math.sqrt(1 / 3) / 2, rel=1e-5)
 
 
 def test_the_probe_of_subgoals(run, tmp_path):
