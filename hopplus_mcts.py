@@ -459,46 +459,6 @@ def validate(args: Args) -> StagHuntConfig:
     return config
 
 
-def memory_needs(args: Args) -> dict[str, int]:
-    """Flags -> bytes that they ask for, roughly"""
-    config = args.config
-    others = config.num_players - 1
-    learners = args.num_seeds * config.num_players
-    samples = learners * args.num_envs * args.num_steps
-    spots = (2 * config.height - 1) * (2 * config.width - 1) * (config.num_players + 2)
-    needs = {
-        "--num-envs, --num-steps": 2400 * samples,
-        "--policy-hidden": 32 * learners * args.policy_hidden * (spots + 3 * args.policy_hidden),
-    }
-    if args.imagination:
-        real_ratio = args.ppo_real_ratio or 0.5
-        imagined = int(samples * (1 - real_ratio) / real_ratio)
-        needs["--num-envs, --num-steps, --ppo-real-ratio"] = 2400 * imagined
-    if needs_models(args):
-        hidden = args.subgoal_hidden
-        windows = learners * args.subgoal_batch_size * args.num_steps * others
-        pairs = learners * args.subgoal_batch_size * (2 * args.num_steps) ** 2  # see sum_events
-        candidates = windows * args.subgoal_horizon
-        goals = others * (candidates + samples) + learners * hidden
-        predictions = learners * args.wm_batch_size * config.num_players
-        watched = learners * args.pretraining_games * args.num_steps
-        needs |= {
-            "--subgoal-hidden": 48 * learners * hidden * (spots + 4 * hidden),
-            "--subgoal-batch-size, --num-steps": 24 * windows * (spots + 8 * hidden) + 24 * pairs,
-            "--subgoal-horizon, --num-steps": 12 * candidates * args.policy_hidden,
-            "--goal-dim": 12 * args.goal_dim * goals,
-            "--wm-hidden": 16 * learners * args.wm_hidden * (args.wm_hidden + 150),
-            "--wm-batch-size": 16 * predictions * (150 + args.wm_hidden),
-            "--replay-rollouts": 100 * args.replay_rollouts * samples,
-            "--pretraining-games": 2400 * watched,
-        }
-    if args.planner != "none":
-        nodes = learners * args.num_envs * args.num_trees * (args.num_simulations + 2)
-        needs["--num-trees, --num-simulations"] = nodes * (250 + 80 * others)
-    many = ", --num-seeds" if args.num_seeds > 1 else ""
-    return {flags + many: size for flags, size in needs.items()}
-
-
 # ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
 # looks at another, so Stacked may split a batch.
 
@@ -3155,7 +3115,6 @@ def main(args: Args) -> dict[str, float]:
     torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
     rank_args = rank_share(args, num_ranks)
     rank_args.compile = args.compile and device.type == "cuda"
-    game.check_memory(memory_needs(rank_args), device)
     seeds = list(range(args.seed, args.seed + args.num_seeds))
     table = game.seats_table(args.seats, config.num_players)
     state = make_train_state(rank_args, [table] * len(seeds), seeds, device, rank)

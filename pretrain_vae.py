@@ -167,26 +167,6 @@ def validate(args: Args) -> StagHuntConfig:
     return config
 
 
-def memory_needs(args: Args) -> dict[str, int]:
-    """Flags -> bytes that they ask for, roughly"""
-    config = args.config
-    seeds = args.num_seeds
-    hidden = args.subgoal_hidden
-    planes = math.prod(config.observation_shape)
-    spots = (2 * config.height - 1) * (2 * config.width - 1) * (config.num_players + 2)
-    held_out = args.held_out_games * config.num_players * config.final_time
-    batch = args.batch_size * config.final_time
-    needs = {
-        "--num-samples": 400 * seeds * args.num_samples,
-        "--held-out-games": 400 * seeds * held_out,
-        "--goal-dim": 24 * seeds * args.goal_dim * (batch + planes + hidden),
-        "--subgoal-hidden": 64 * seeds * hidden * (spots + 2 * planes + 4 * hidden),
-        "--batch-size": 24 * seeds * batch * (spots + 8 * hidden),
-    }
-    many = ", --num-seeds" if seeds > 1 else ""
-    return {flags + many: size for flags, size in needs.items()}
-
-
 # ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
 # looks at another, so Stacked may split a batch.
 
@@ -1089,7 +1069,6 @@ def main(args: Args) -> dict[str, float]:
     started = time.time()
     config = validate(args)
     device = game.resolve_device(args.device)
-    game.check_memory(memory_needs(args), device)
     checkpoint = None
     epoch = 0
     if args.resume is None:

@@ -172,24 +172,6 @@ def validate(args: Args) -> StagHuntConfig:
     return config
 
 
-def memory_needs(args: Args) -> dict[str, int]:
-    """Flags -> bytes that they ask for, roughly"""
-    config = args.config
-    seeds = args.num_seeds
-    players = config.num_players
-    planes = math.prod(config.observation_shape)
-    board = players + config.num_prey + config.num_wall_cells
-    held_out = args.held_out_games * players * config.final_time
-    needs = {
-        "--num-transitions": 6 * seeds * args.num_transitions * board,
-        "--held-out-games": 8 * seeds * held_out * planes,
-        "--wm-hidden": 64 * seeds * args.wm_hidden * (150 + planes + args.wm_hidden),
-        "--batch-size": 16 * seeds * args.batch_size * players * (150 + args.wm_hidden),
-    }
-    many = ", --num-seeds" if seeds > 1 else ""
-    return {flags + many: size for flags, size in needs.items()}
-
-
 # ---- Networks. Each is M networks side by side, one per learner: rows [M, n, ...], parameters [M, ...]. A row never
 # looks at another, so Stacked may split a batch.
 
@@ -987,7 +969,6 @@ def evaluate(args: Args) -> dict[str, float]:
     )
     config = validate(args)
     device = game.resolve_device(args.device)
-    game.check_memory(memory_needs(args), device)
     seeds = run_seeds(args)
     games = [collect_games(args, config, seed, device)[1] for seed in seeds]
     world = make_world_model(args, config, seeds, device)
@@ -1010,7 +991,6 @@ def main(args: Args) -> dict[str, float]:
     if args.evaluate is not None:
         return evaluate(args)
     device = game.resolve_device(args.device)
-    game.check_memory(memory_needs(args), device)
     checkpoint = None
     update = 0
     if args.resume is None:

@@ -1485,26 +1485,6 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str], n
     return args_type(**values)
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes; inf where nobody tells"""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return math.inf
-
-
-def check_memory(needs: dict[str, int], device: torch.device) -> None:
-    """needs: flags -> bytes, roughly. Linux kills a process that asks for more than there is."""
-    free = free_memory(device)
-    total = sum(needs.values())
-    largest = max(needs, key=needs.get)
-    about = f"about {total / 1e9:.3g} GB of {free / 1e9:.3g} GB"
-    refuse(total > free, f"too large for the memory: {about}, most of it for {largest}")
-
-
 def find_checkpoint(path: str | Path, flag: str = "") -> Path:
     """A checkpoint, or that of a run folder, which may be any seed's"""
     start = f"{flag} {path}".strip()  # as it was given
@@ -1550,13 +1530,10 @@ def command_line(parse_args: Callable[[list[str]], object], main: Callable[..., 
         _exit(f"error: {error}", 2)
     except FloatingPointError as error:
         _exit(f"error: {error}", 1)
-    except (RuntimeError, MemoryError) as error:
+    except RuntimeError as error:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             _exit("stopped", 130)  # in an import that torch puts off
-        if not _is_out_of_memory(error):
-            raise
-        what = "lower --num-envs, --num-steps, --num-seeds, the number of samples or trees, the widths or the board"
-        _exit(f"error: too large for this machine's memory; {what}", 2)
+        raise
 
 
 def _exit(message, code) -> NoReturn:
@@ -1583,12 +1560,6 @@ def _read_flags(parse_args):
 def _is_frame(line):
     """Of tyro's box; a line of ASCII where the output knows no other letters"""
     return not line.strip("─╰╯-")
-
-
-def _is_out_of_memory(error):
-    said = str(error).lower()
-    words = ("out of memory", "allocate memory", "not enough memory")
-    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 # Runs: the folders, log and checkpoint of a training script
@@ -1940,7 +1911,6 @@ def main(args: Args) -> dict:
     """Shows a game."""
     check_ranges(args)
     config = args.config
-    check_memory({"--height, --width": 8 * config.num_cells**2}, torch.device("cpu"))
     torch.manual_seed(args.seed)
     env = StagHuntEnv(config, seed=args.seed)
     table = ["mixed"] * config.num_players if args.seats is None else args.seats

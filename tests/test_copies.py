@@ -11,7 +11,7 @@ SCRIPTS = ("hopplus_ppo.py", "hopplus_mcts.py", "pretrain_vae.py", "pretrain_wor
 OWN = {  # each script has its own
     *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS"),
     *("FORMAT", "KEYS", "MAY_CHANGE"),
-    *("make_args", "parse_args", "validate", "memory_needs"),
+    *("make_args", "parse_args", "validate"),
     *("optimizer_step", "measure", "draw_pictures", "log_rows", "find_explosion"),
     *("resume_run", "save_run", "main"),
 }

@@ -281,7 +281,6 @@ BAD = [
     ("--run-dir=", "--run-dir must name a folder"),
     ("--run-dir /proc/nowhere", "could not write to /proc/nowhere: No such file or directory"),
     ("--seed 9999999999999", "--seed must be below 2**40"),
-    ("--num-seeds 100000000", "too large for the memory: about"),
     ("--max-wall-pieces 100000", "--max-wall-pieces 100000 is more than"),
 ]
 
@@ -296,31 +295,6 @@ def test_flags_that_can_only_fail_later_are_refused_at_once(script, words, said,
     printed = capsys.readouterr()
     assert stop.value.code == 2 and printed.err.startswith("error: ") and said in printed.err
     assert printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--num-envs 50000000", "--num-steps 10000000", "--num-envs 1000000000000000", "--subgoal-hidden 100000000"],
-)
-def test_too_large_a_run_names_the_flags(words, tmp_path, monkeypatch):
-    monkeypatch.setattr(hop, "make_train_state", None)  # nothing is prepared in vain
-    with pytest.raises(UserError) as error:
-        hop.main(hop.parse_args(["--device", "cpu", "--run-dir", str(tmp_path / "runs"), *words.split()]))
-    assert str(error.value).startswith("too large for the memory: about ") and words.split()[0] in str(error.value)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("message", ["CUDA out of memory. Tried", "DefaultCPUAllocator: can't allocate memory"])
-def test_memory_that_is_not_there_ends_in_one_line(message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["program"])
-
-    def main(args):
-        raise RuntimeError(message)
-
-    with pytest.raises(SystemExit) as stop:
-        hop.game.command_line(lambda words: None, main)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.startswith("error: too large for this machine's memory; lower --num-envs")
 
 
 def test_a_full_disk_ends_in_one_line(whole, tmp_path, monkeypatch, capsys):

@@ -1609,8 +1609,6 @@ REFUSED = [
     ({"root": "gumbel", "policy_loss": "ppo"}, "--root gumbel needs --policy-loss distill"),
     ({"gamma": 0.05}, "--gamma is too small"),
     ({"method": "hop", "goal_dim": 3}, "--subgoals hop needs --goal-kind discrete --goal-dim 2"),
-    ({"num_simulations": 10**9}, "too large for the memory: .* --num-trees, --num-simulations"),
-    ({"num_trees": 10**9}, "too large for the memory: .* --num-trees, --num-simulations"),
     ({"num_trees": 0}, "--num-trees must be >= 1"),
     ({"q_temperature": 0.0}, "--q-temperature must be > 0"),
     ({"config": dataclasses.replace(CONFIG, prosocial=True)}, "--prosocial .* --search-model env"),

@@ -428,10 +428,6 @@ def main(args: Args) -> dict[str, float]:
     games, minibatches = args.num_envs, args.num_minibatches
     game.refuse(minibatches > games, f"--num-minibatches {minibatches} exceeds --num-envs {games}")
     game.check_run_flags(args)
-    samples = args.num_seeds * args.num_envs * args.num_steps
-    size = 4 * samples * (math.prod(args.config.observation_shape) + 8 * args.hidden)
-    size += 48 * args.num_seeds * args.hidden**2
-    game.check_memory({"--num-envs, --num-steps, --hidden, --num-seeds": size}, game.resolve_device(args.device))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order in each run
     torch.set_float32_matmul_precision("high")  # on a GPU: tf32
     env, _, agent, optimizer, _ = training = make_training(args)
