@@ -33,7 +33,6 @@ With no such prey left they act as `random`; `waiting` stays.
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import io
 import itertools
@@ -1393,37 +1392,6 @@ def early_board(height: str, width: str) -> StagHuntConfig:
     return StagHuntConfig()
 
 
-TYPED_INSTEAD = {  # what other libraries call it -> our flags, the first that a script has
-    "--lr": ("--learning-rate",),
-    "--envs": ("--num-envs",),
-    "--n-envs": ("--num-envs",),
-    "--steps": ("--total-timesteps", "--num-updates", "--epochs"),
-    "--timesteps": ("--total-timesteps",),
-    "--total-steps": ("--total-timesteps",),
-    "--num-games": ("--games", "--games-together"),
-    "--episodes": ("--games", "--total-timesteps"),
-    "--entropy-coef": ("--ent-coef",),
-    "--discount": ("--gamma",),
-    "--algo": ("--method",),
-    "--agents": ("--num-players",),
-    "--logdir": ("--run-dir",),
-    "--checkpoint": ("--resume",),
-}
-
-
-def suggest_flag(words: list[str], flags: Iterable[str]) -> str | None:
-    """What may have been meant by the first of `words` that is none of `flags`"""
-    for word in words:
-        typed = word.partition("=")[0].replace("_", "-")
-        if not typed.startswith("--") or typed in flags:
-            continue
-        for meant in TYPED_INSTEAD.get(typed, ()):
-            if meant in flags:
-                return meant
-        return next(iter(difflib.get_close_matches(typed, flags, n=1, cutoff=0.7)), None)
-    return None
-
-
 def help_header(docstring: str | None, note: str) -> str:
     """For --help: the first sentence of a script, its first three examples, a note"""
     title, _, others = (docstring or "").partition("\n\n")
@@ -1461,24 +1429,13 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str], n
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
     module = sys.modules.get(args_type.__module__)
-    try:
-        boxes = tyro.cli(
-            boxes_type,
-            args=words,
-            default=boxes_type(*defaults),
-            config=(tyro.conf.OmitArgPrefixes,),
-            description=help_header(getattr(module, "__doc__", None), note),
-        )
-    except SystemExit as stop:
-        flags = ["--help"]
-        for name, value in help_order(default, groups).items():
-            flags.append(flag(name))
-            if isinstance(value, bool):
-                flags.append(flag(f"no_{name}"))
-        meant = suggest_flag(words, flags) if stop.code else None
-        if meant is not None:
-            stop.add_note(f"did you mean {meant}?")
-        raise
+    boxes = tyro.cli(
+        boxes_type,
+        args=words,
+        default=boxes_type(*defaults),
+        config=(tyro.conf.OmitArgPrefixes,),
+        description=help_header(getattr(module, "__doc__", None), note),
+    )
     values = {}
     for box in vars(boxes).values():
         values |= {"config": box} if isinstance(box, StagHuntConfig) else vars(box)
@@ -1552,8 +1509,7 @@ def _read_flags(parse_args):
             box = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
             box = itertools.dropwhile(_is_frame, box)  # under the title, where there is no Unicode
             wrong = itertools.takewhile(lambda line: not _is_frame(line), box)
-            hints = [f"({note})" for note in getattr(stop, "__notes__", ())]
-            print("error:", *wrong, *hints, file=sys.stderr)
+            print("error:", *wrong, file=sys.stderr)
         raise
 
 

@@ -321,35 +321,6 @@ def test_wrong_flags_are_refused(words, capsys):
     assert stop.value.code == 2
 
 
-MEANT = [  # what is typed, what it may mean
-    ("--lr 3", "--learning-rate"),
-    ("--envs 3", "--num-envs"),
-    ("--n_envs=3", "--num-envs"),
-    ("--num-env 3", "--num-envs"),
-    ("--entropy-coef 3", "--ent-coef"),
-    ("--agents 3", "--num-players"),
-    ("--no-logs", "--no-log"),
-]
-
-
-@pytest.mark.parametrize("words, meant", MEANT)
-def test_what_may_have_been_meant(words, meant, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["program", *words.split()])
-    with pytest.raises(SystemExit) as stop:
-        command_line(lambda words: parse(TestArgs, GROUPS, TestArgs(), words), None)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and line.startswith(f"error: Unrecognized options: {words.split()[0]}")
-    assert line.endswith(f"(did you mean {meant}?)")
-
-
-@pytest.mark.parametrize("words", ["--nonsense 3", "--timesteps 3", "--num-envs three"])
-def test_nothing_is_suggested_that_there_is_not(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["program", *words.split()])
-    with pytest.raises(SystemExit):
-        command_line(lambda words: parse(TestArgs, GROUPS, TestArgs(), words), None)
-    assert "did you mean" not in capsys.readouterr().err
-
-
 def test_the_head_of_the_help():
     docstring = """What it is: a script
 of two lines.
