@@ -276,30 +276,19 @@ def make_args(method: str = "hopplus", device: str = "auto", **changes) -> Args:
     refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
     kind = game.resolve_device(device).type
     config = changes.get("config", StagHuntConfig())
-    defaults = method_defaults(method, kind, config)
-    return Args(**{"method": method, "device": device, **defaults, **changes})
-
-
-def method_defaults(method: str, kind: str, config: StagHuntConfig) -> dict[str, object]:
-    """What differs from the class defaults; kind of device: cpu or cuda"""
     defaults = DEFAULTS[method, kind]
     if config.num_cells > 16:
         defaults = defaults | LARGE_BOARD.get((method, kind), {})
-    return defaults
+    return Args(**{"method": method, "device": device, **defaults, **changes})
 
 
 def describe_defaults(args: Args) -> str:
-    """For --help: whose defaults these are, and where they are others"""
+    """For --help: whose defaults these are"""
     if args.resume is not None:
         return "The defaults are the flags of the resumed run."
-    config = args.config
     kind = game.resolve_device(args.device).type
-    other = "cuda" if kind == "cpu" else "cpu"
-    board = f"{config.height}x{config.width}"
-    start = f"The defaults are those of --method {args.method} on {board} on {kind}."
-    defaults = method_defaults(args.method, other, config)
-    elsewhere = Args(method=args.method, device=args.device, config=config, **defaults)
-    return f"{start} On {other}: {game.other_defaults(args, elsewhere, GROUPS)}."
+    board = f"{args.config.height}x{args.config.width}"
+    return f"The defaults are those of --method {args.method} on {board} on {kind}."
 
 
 def load_args(path: str | Path, saved: dict, **changes) -> Args:

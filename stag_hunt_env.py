@@ -50,7 +50,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
 IMPORTS_BEGAN = time.perf_counter()
@@ -1392,29 +1391,6 @@ def early_board(height: str, width: str) -> StagHuntConfig:
     return StagHuntConfig()
 
 
-def help_header(docstring: str | None, note: str) -> str:
-    """For --help: the first sentence of a script, its first three examples, a note"""
-    title, _, others = (docstring or "").partition("\n\n")
-    examples = []
-    for line in others.splitlines():
-        if re.match(r" {4}(python|torchrun) ", line):
-            examples.append(re.sub(" {2,}#", "  #", line.rstrip()))
-    # tyro joins the lines of a paragraph unless they begin with a space
-    wrap = partial(fill, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    parts = [wrap(title, 80), "\n".join(examples[:3]), wrap(note, 80)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def other_defaults(here, other, groups: dict[str, type]) -> str:
-    """The flags of `other` that differ from those of `here`, as they are typed"""
-    shown = help_order(here, groups)
-    changes = []
-    for name, value in help_order(other, groups).items():
-        if value != shown[name]:
-            changes.append(f"{flag(name)} {value}")
-    return ", ".join(changes)
-
-
 def parse(args_type: type, groups: dict[str, type], default, words: list[str], note: str = ""):
     """Reads `words` into an args_type; `default`, another one, gives the defaults. A group is a box of
     --help and its dataclass: a base of args_type, or StagHuntConfig for its field `config`. --help
@@ -1428,13 +1404,13 @@ def parse(args_type: type, groups: dict[str, type], default, words: list[str], n
         else:
             names = [field.name for field in dataclasses.fields(group)]
             defaults.append(group(**{name: getattr(default, name) for name in names}))
-    module = sys.modules.get(args_type.__module__)
+    module = sys.modules[args_type.__module__]
     boxes = tyro.cli(
         boxes_type,
         args=words,
         default=boxes_type(*defaults),
         config=(tyro.conf.OmitArgPrefixes,),
-        description=help_header(getattr(module, "__doc__", None), note),
+        description=f"{module.__doc__}\n\n{note}",
     )
     values = {}
     for box in vars(boxes).values():
@@ -1860,7 +1836,7 @@ class Args:
 
 def parse_args(words: list[str]) -> Args:
     flat = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(Args, args=words, config=flat, description=help_header(__doc__, ""))
+    return tyro.cli(Args, args=words, config=flat, description=__doc__)
 
 
 def main(args: Args) -> dict:

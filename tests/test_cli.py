@@ -321,29 +321,6 @@ def test_wrong_flags_are_refused(words, capsys):
     assert stop.value.code == 2
 
 
-def test_the_head_of_the_help():
-    docstring = """What it is: a script
-of two lines.
-
-    python one.py                     # the first
-    python two.py --flag 2
-    torchrun three.py
-    python four.py
-
-    python not this
-More."""
-    head = stag_hunt_env.help_header(docstring, "A note that is longer than a line, " + 9 * "and on and ")
-    assert head.splitlines()[:5] == [
-        "  What it is: a script of two lines.",
-        "",
-        "    python one.py  # the first",
-        "    python two.py --flag 2",
-        "    torchrun three.py",
-    ]
-    assert "four" not in head and "  A note" in head and max(map(len, head.splitlines())) <= 80
-    assert stag_hunt_env.help_header(None, "") == "", "python -OO"
-
-
 def test_early_flags():
     assert early_flags([], method="a", run_dir="b") == {"method": "a", "run_dir": "b"}
     words = ["--method=x", "--other", "3", "--run-dir", "y", "--flag"]

@@ -674,20 +674,6 @@ def test_help_shows_groups_and_true_defaults(capsys):
             assert f"--{field.name.replace('_', '-')}" in text, (name, field.name)
 
 
-@pytest.mark.parametrize("script", [hop, hopplus_mcts])
-def test_help_has_examples_and_the_defaults_of_the_other_device(script, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_args(["--help", "--method", "hopplus", "--device", "cpu", "--height", "5"])
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    head, flags = text.split(" options ", 1)
-    examples = [f"python {Path(script.__file__).name}", "--method"]
-    assert all(example in head for example in examples)
-    assert "The defaults are those of --method hopplus on 5x4 on cpu. On cuda: --total-timesteps 4000000" in head
-    assert "--num-envs 256, --learning-rate 0.001" in head and "env steps per seed (default: 350000)" in flags
-    for symbol in ("s^g", "q_phi", "f_psi"):
-        assert symbol not in text, f"{symbol} means nothing to who reads --help first"
-
-
 def test_every_flag_is_explained():
     grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
     own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
