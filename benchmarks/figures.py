@@ -35,7 +35,7 @@ from benchmarks.sections import (
     dose_label,
     label_of,
 )
-from benchmarks.worst_case import CO_PLAYER_SETS, draw_new_partner, draw_worst
+from benchmarks.worst_case import CO_PLAYER_SETS, draw_worst
 
 import numpy as np
 from scipy import stats
@@ -563,7 +563,7 @@ def print_differences(docs: Path, number: str) -> None:
 
 # ---- A section
 
-SUMMARIES = {"worst": draw_worst, "new-partner": draw_new_partner}
+SUMMARIES = {"worst": draw_worst}
 DRAWS = {  # kind of panel: function, the table that it draws
     "bars": (bars, ""),
     "points": (points, ""),

@@ -149,11 +149,6 @@ ARMS = {  # what the policy may know: script and flags
 HOPPLUS_TASKS = ("stays-8x8", "stays-4x4", "redrawn-4x4")  # where HOP+ is an arm, too
 PARTNERS = "evaluation/partners.py RUN"
 STRANGE_PARTNERS = ("nearest_stag", "left_stag")  # whom nobody met in training
-LEARNING_ARMS = {  # also as they go on learning beside such a partner: flags of partners.py
-    "none": " --learning-rate 3e-5",  # by PPO on real games; larger steps forget what was learned before
-    "GRU": " --learning-rate 3e-5",
-    "HOP+": "",
-}
 HIDDEN = "--num-stags 2 --population first_stag,last_stag,nearest_hare"
 ONE = f"{HIDDEN} --seats learner,mixed,nearest_hare,nearest_hare"
 LARGE = BOARDS["8x8"]
@@ -215,16 +210,13 @@ TASKS = {
 }
 
 
-def partner_commands(task: str, arm: str) -> tuple[str, ...]:
+def partner_commands(task: str) -> tuple[str, ...]:
     """Games with the partners of the training; where these stay, also with partners of a new kind"""
     if "drifts" in task:
         return (PARTNERS,)
     if "stays" not in task:
         return ()
-    modes = "frozen"
-    if arm in LEARNING_ARMS:
-        modes = f"frozen learning{LEARNING_ARMS[arm]}"
-    strange = (f"{PARTNERS} --population {name} --modes {modes}" for name in STRANGE_PARTNERS)
+    strange = (f"{PARTNERS} --population {name}" for name in STRANGE_PARTNERS)
     return PARTNERS, *strange
 
 
@@ -238,9 +230,9 @@ def arms(task: str) -> dict[str, Run]:
     for name in names:
         script, flags = ARMS[name]
         flags = f"{LADDER} --num-envs {LADDER_GAMES} {game_flags} {flags}".rstrip()
-        runs[name] = Run(flags, script, then=partner_commands(task, name))
+        runs[name] = Run(flags, script, then=partner_commands(task))
     if task in HOPPLUS_TASKS:
-        runs["HOP+"] = Run(f"{TEST_SEEDS} {game_flags}", then=partner_commands(task, "HOP+"))
+        runs["HOP+"] = Run(f"{TEST_SEEDS} {game_flags}", then=partner_commands(task))
     return runs
 
 
@@ -784,5 +776,4 @@ SECTIONS = {
     ),
     # Without runs of their own, from the tables of other sections: see SUMMARIES.
     "worst": Section("The worst case, from sections 7 and 8", {}, []),
-    "new-partner": Section("A partner of a new kind, where the partner stays", {}, []),
 }

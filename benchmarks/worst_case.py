@@ -1,7 +1,6 @@
-"""Tables and figures that join several sections: the worst case of 7 and 8, and a partner of a new kind."""
+"""Tables and figures that join several sections: the worst case of 7 and 8."""
 
 import itertools
-import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +8,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.results import (
     BAYES,
-    GAMES,
     Interval,
-    by_game,
     in_three_signs,
     interval,
     labels_in,
-    mean_of_games,
     mean_returns,
     plus_minus,
     print_table,
@@ -24,7 +20,7 @@ from benchmarks.results import (
     save,
     write,
 )
-from benchmarks.sections import BOARDS, METHODS, SECTIONS, STRANGE_PARTNERS, TASKS, board_of, label_of, method_of
+from benchmarks.sections import BOARDS, METHODS, SECTIONS, board_of, label_of, method_of
 
 import numpy as np
 
@@ -316,70 +312,3 @@ def score_cell(axis, x: float, y: float, score: float, worst: bool = False) -> N
     axis.add_patch(plt.Rectangle((x - half, y - 0.46), 2 * half, 0.92, facecolor=colour))
     text = f"{score:.2f}" if worst else in_three_signs(score)
     axis.text(x, y, text, ha="center", va="center", **style)
-
-
-# ---- A partner of a new kind
-
-NEW_PARTNER_LINES = {  # arm, column of partners.py's table: style
-    ("none", "return"): {"color": "C0", "ls": "--"},
-    ("none", "learning"): {"color": "C0"},
-    ("inferred", "return"): {"color": "C2", "ls": "--"},
-    ("GRU", "return"): {"color": "C3", "ls": "--"},
-    ("GRU", "learning"): {"color": "C3"},
-    ("HOP+", "return"): {"color": "C6", "ls": "--"},
-    ("HOP+", "learning"): {"color": "C6"},
-}
-
-
-def draw_new_partner(docs: Path) -> None:
-    """docs/results/new_partner.png: return by the number of the game, frozen and learning"""
-    import matplotlib.pyplot as plt
-
-    title = SECTIONS["new-partner"].title
-    print(f"\n## {title}")
-    panels = {}
-    for task, population in itertools.product(("stays-4x4", "stays-8x8"), STRANGE_PARTNERS):
-        rows = [row for row in read(docs, task, "_together") if row["population"] == population]
-        if rows:
-            panels[task, population] = rows
-    if not panels:
-        print("section new-partner: no data yet")
-        return
-    columns = min(2, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    size = (4.6 * columns, 3.2 * lines)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharex=True)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for axis, ((task, population), rows) in zip(axes.flat, panels.items(), strict=False):
-        print(f"\n{TASKS[task].title}; partner {population}")
-        new_partner(axis, rows)
-        axis.set(title=f"{task.removeprefix('stays-')}, {population}", xticks=range(2, 21, 2))
-    for axis in axes[-1]:
-        axis.set_xlabel("game together")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("return")
-    by_label = {}
-    for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        by_label |= dict(zip(labels, handles, strict=True))
-    figure.tight_layout()
-    figure.legend(by_label.values(), by_label, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=10)
-    figure.suptitle(title, y=1, verticalalignment="bottom")
-    save(docs, figure, "new_partner", dpi=90)
-
-
-def new_partner(axis, rows: list[dict]) -> None:
-    """One partner on one board: a line and its 95 % interval for each learner; prints what it draws"""
-    table = []
-    for (run, key), style in NEW_PARTNER_LINES.items():
-        games = by_game(rows, run, key)
-        if not games:
-            continue
-        name = f"{run}, {'frozen' if key == 'return' else key}"
-        mean, low, high = np.array([interval(values) for values in games.values()]).T
-        axis.plot(list(games), mean, label=name, **style)
-        axis.fill_between(list(games), low, high, color=style["color"], alpha=0.12, linewidth=0)
-        means = [mean_of_games(rows, run, key, part) for part in GAMES.values()]
-        table.append([name, *map(plus_minus, means)])
-    print_table(["learner", *GAMES], table)

@@ -4,18 +4,11 @@ games: what is gained by knowing the partner must be lost again. Partners stay h
 trained with; what a learner carries over from game to game is what it carried over in training.
 
     python evaluation/partners.py runs/RUN
-    python evaluation/partners.py runs/RUN --population first_stag,last_stag                 # other partners
-    python evaluation/partners.py runs/RUN --modes frozen learning --population left_stag    # and one that learns
+    python evaluation/partners.py runs/RUN --population first_stag,last_stag     # other partners
     python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
 
 RUN is the run folder of any seed, or a checkpoint; of ppo_gru.py, where each seed has its own, all of them. Beside the
-first checkpoint: `partners.csv`, or `partners_<population>.csv`, with the columns `return` (frozen), `shuffled` and
-`learning`.
-
-In mode learning each of `--meetings` meetings has a learner of its own, which learns as in adapt.py after every round
-of as many steps as a game can last. One with a world model imagines, and acts with the new policy where that earns more
-in imagination (mode `learning` there). One without and the recurrent baseline do PPO on the games that they played and
-act with the new policy at once (mode `unguarded`): tests in other real games would be games together, too.
+first checkpoint: `partners.csv`, or `partners_<population>.csv`, with the columns `return` and `shuffled`.
 """
 
 import dataclasses
@@ -26,7 +19,7 @@ from typing import Annotated, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, gru, runs
+from evaluation import gru, runs
 from evaluation.runs import Run
 
 import numpy as np
@@ -34,7 +27,6 @@ import torch
 import tyro
 
 NEEDS = ("infer_opponents", "history_decay")
-ON_CPU_MEETINGS = 8
 
 
 @dataclasses.dataclass
@@ -43,14 +35,8 @@ class PartnersFlags:
     """a checkpoint or a run folder; of ppo_gru.py one for each seed"""
     games_together: game.Count = 20
     """games with the same co-players"""
-    modes: tuple[Literal["frozen", "learning"], ...] = ("frozen",)
-    """learners as they are; learners that learn after every game"""
     places: game.Count = 1024
-    """of frozen learners: places with co-players of their own, per seed; the table is their mean"""
-    meetings: game.Count = 64
-    """the same of learners that learn (default without a GPU: 8)"""
-    learning_rate: game.Positive = 1e-3
-    """of learners that learn: step size of their policies"""
+    """places with co-players of their own, per seed; the table is their mean"""
     seats: str | None = None
     """who sits where (None: as in training)"""
     population: str | None = None
@@ -186,68 +172,6 @@ def frozen_gru(args: Args, run: Run) -> np.ndarray:
     return by_game(play, run.num_seeds, args.places, args.games_together)
 
 
-def deal_tables(args: Args, run: Run) -> list[list[str]]:
-    """A table for each meeting of each seed; in a mixed seat each player of the population sits equally often"""
-    population = game.population_names(population_of(args, run))
-    random = np.random.default_rng(args.seed)
-    tables = []
-    for _ in range(run.num_seeds):
-        columns = []
-        for name in seats_table(args, run):
-            names = [name] * args.meetings
-            if name == "mixed":
-                order = random.permutation(args.meetings) + random.integers(len(population))
-                names = [population[number % len(population)] for number in order]
-            columns.append(names)
-        tables += [list(names) for names in zip(*columns, strict=True)]
-    return tables
-
-
-def learning(args: Args, run: Run) -> np.ndarray:
-    """A learner of its own in each meeting. Who is told the co-players, or infers them exactly, knows those of the
-    run's population."""
-    tables = deal_tables(args, run)
-    seat = tables[0].index("learner")
-    final_time = run.args.config.final_time
-    smaller = {} if run.device.type == "cuda" else adapt.ON_CPU
-    flags = adapt.Args(
-        path=str(run.path),
-        run=run,
-        device=args.device,
-        seed=args.seed,
-        steps=args.games_together * final_time,
-        every=final_time,
-        games_at_once=1,
-        learning_rate=args.learning_rate,
-        **smaller,
-    )
-    index = []
-    for seed in range(run.num_seeds):
-        index += [runs.learner_index(run.checkpoint, seed, seat)] * args.meetings
-    if run.script is ppo_gru:
-        loop = gru.gru_loop(flags, run, tables, index, "unguarded")
-    else:
-        loop = learning_script(flags, run, tables, index)
-
-    def play():
-        _, _, games = next(loop)
-        done, returns = (torch.from_numpy(x[..., 0].T) for x in games)  # [M, T, 1] -> [T, M]
-        return done, returns
-
-    return by_game(play, run.num_seeds, args.meetings, args.games_together)
-
-
-def learning_script(flags: adapt.Args, run: Run, tables: list, index: list[int]):
-    """The rounds of learners of hopplus_ppo.py or hopplus_mcts.py"""
-    imagination = "world" in run.networks
-    mode = "unguarded"
-    if imagination:
-        mode = "learning" if run.planner == "none" else "both"
-    state = adapt.make_state(flags, run, tables, index, mode, imagination)
-    boards = adapt.first_boards(run, index) if imagination else None
-    return adapt.adaptation_loop(flags, run, state, tables, boards, mode)
-
-
 def check_population(population: str | None) -> None:
     if population is None or population in game.STRANGERS:
         return
@@ -264,17 +188,13 @@ def load_run(args: Args, paths: list[Path]) -> Run:
     others = {path.resolve() for path in paths} - {paths[0].resolve()}
     game.refuse(bool(others), f"PATHS: only runs of ppo_gru.py have several: {args.paths}")
     flags = runs.RunFlags(path=str(paths[0]), script=args.script, device=args.device)
-    needs = NEEDS
-    if "learning" in args.modes:
-        needs += adapt.NEEDS
-    return runs.load_run(flags, [], needs)
+    return runs.load_run(flags, [], NEEDS)
 
 
 def main(args: Args) -> dict[str, float]:
     """-> mean return in all games"""
     game.check_ranges(args)
     game.refuse(not args.paths, "PATHS: which run? Name a run folder or a checkpoint")
-    game.refuse(not args.modes, "--modes names none")
     check_population(args.population)
     paths = [game.find_checkpoint(path) for path in args.paths]
     run = load_run(args, paths)
@@ -283,23 +203,18 @@ def main(args: Args) -> dict[str, float]:
     title = "_".join(["partners", *(args.population or "").split(",")]).rstrip("_")
     runs.check_writable(first.parent / f"{title}.csv")
     arms = {}
-    if "frozen" in args.modes and run.script is ppo_gru:
+    if run.script is ppo_gru:
         arms["return"] = frozen_gru(args, run)
-    elif "frozen" in args.modes:
+    else:
         arms["return"] = frozen_script(args, run, shuffled=False)
         if run.args.subgoals != "none" or run.planner != "none":
             arms["shuffled"] = frozen_script(args, run, shuffled=True)
-    if "learning" in args.modes:
-        arms["learning"] = learning(args, run)
     rows = [["seed", "game", *arms]]
     for seed, number in np.ndindex(run.num_seeds, args.games_together):
         means = [float(returns[seed, :, number].mean()) for returns in arms.values()]
         rows.append([seed, number + 1, *means])
     runs.write_csv(first.parent / f"{title}.csv", rows)
-    if "frozen" in args.modes:
-        print(f"{first}, frozen; {args.places} meetings a seed, {run.num_seeds} seed(s)")
-    if "learning" in args.modes:
-        print(f"{first}, learning; {args.meetings} meetings a seed, {run.num_seeds} seed(s)")
+    print(f"{first}, frozen; {args.places} meetings a seed, {run.num_seeds} seed(s)")
     if game.redraw_prob(run.args.redraw) > 0 and "mixed" in (run.args.seats or ""):
         print(f"trained with --redraw {run.args.redraw}; here every partner stays")
     for number in sorted({1, 2, 3, 5, 10, args.games_together}):
@@ -316,10 +231,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def parse_args(words: list[str]) -> Args:
-    default = Args()
-    if not torch.cuda.is_available():
-        default.meetings = ON_CPU_MEETINGS
-    return game.parse(Args, {"partners": PartnersFlags}, default, words)
+    return game.parse(Args, {"partners": PartnersFlags}, Args(), words)
 
 
 if __name__ == "__main__":

@@ -213,17 +213,16 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
 @pytest.mark.parametrize("board", sections.BOARDS)
 def test_learned_co_players_are_understood(board, monkeypatch):
     monkeypatch.setattr(adapt, "load_run", lambda args, words, needs: None)  # there is no run
-    *_, learned, _ = sections.meetings("PPO", board)
+    *_, learned = sections.meetings("PPO", board)
     words = learned.replace(f"OTHERS_{board}", "PPO=a.pt HOP+=b.pt").split()
     args = adapt.parse_args(words[1:])
     assert (args.sets, len(args.others), args.modes) == ("learned", 2, ("frozen", "learning"))
 
 
-@pytest.mark.parametrize(("arm", "modes"), [("inferred", ("frozen",)), ("HOP+", ("frozen", "learning"))])
-def test_partners_of_a_new_kind_are_understood(arm, modes):
-    _, *commands = sections.SECTIONS["stays-4x4"].runs[arm].then
+def test_partners_of_a_new_kind_are_understood():
+    _, *commands = sections.SECTIONS["stays-4x4"].runs["HOP+"].then
     seen = [partners.parse_args(command.split()[1:]) for command in commands]
-    assert [(args.population, args.modes) for args in seen] == [("nearest_stag", modes), ("left_stag", modes)]
+    assert [args.population for args in seen] == ["nearest_stag", "left_stag"]
 
 
 EITHER = pytest.mark.parametrize("script", [hopplus_ppo, hopplus_mcts], ids=["ppo", "mcts"])
@@ -760,7 +759,7 @@ def test_every_published_table_draws_its_figure(tmp_path, capsys, monkeypatch):
     assert all((f"section {name}: no data yet" in said) == (name not in published) for name in of_runs)
     assert "| HOP+, few steps | 5 |" in said
     drawn = {path.stem for path in (tmp_path / "results").glob("*.png")}
-    assert drawn == {"worst_case", "new_partner"} | {f"section_{name}" for name in published}
+    assert drawn == {"worst_case"} | {f"section_{name}" for name in published}
 
 
 def test_a_saved_figure_keeps_the_colours_of_small_marks(tmp_path):
@@ -1399,30 +1398,22 @@ def test_the_worst_is_of_means_not_of_single_seeds():
 
 def test_a_partner_of_a_new_kind(tmp_path, capsys):
     """From partners.py's table to the printed one"""
-    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path), section=("stays-4x4", "new-partner"))
+    args = experiments.Args(run_dir=str(tmp_path / "runs"), docs=str(tmp_path), section=("stays-4x4",))
     folder = experiments.folder_of(args, sections.SECTIONS["stays-4x4"].runs["HOP+"])
     (folder / "x__11").mkdir(parents=True)
     (folder / "seconds").touch()
     (folder / "train.log").write_text("on cpu")
     (folder / "x__11/metrics.jsonl").touch()
     lines = [
-        "seed,game,return,shuffled,learning",
-        "0,1,1.0,0.5,1.0",
-        "0,2,1.0,0.5,3.0",
-        "0,3,2.0,0.5,5.0",
-        "1,1,2.0,,2.0",
+        "seed,game,return,shuffled",
+        "0,1,1.0,0.5",
+        "0,2,1.0,0.5",
+        "0,3,2.0,0.5",
+        "1,1,2.0,",
     ]
     (folder / "x__11/partners_left_stag.csv").write_text("\n".join(lines) + "\n")
     (folder / "x__11/partners.csv").write_text("seed,game,return\n0,1,9.0\n")
     experiments.collect(args, "stays-4x4")
-    rows = results.read(Path(args.docs), "stays-4x4", "_together")
-    assert {row["population"]: row["learning"] for row in rows} == {"left_stag": "2.0", "": ""}
-    figures.draw(Path(args.docs), "new-partner")
-    said = capsys.readouterr().out
-    assert "4x4, 5 steps, the partner stays; partner left_stag\n" in said
-    assert "| HOP+, frozen | 1.500 ± 6.353 | 1.000 | 1.500 | 2.000 |  |" in said
-    assert "| HOP+, learning | 1.500 ± 6.353 | 3.000 | 4.000 | 5.000 |  |" in said and "none" not in said
-    assert (tmp_path / "results/new_partner.png").stat().st_size > 5000
     figures.print_together(Path(args.docs), "stays-4x4")
     said = capsys.readouterr().out
     assert "| arm, frozen beside left_stag | game 1 | game 2 | games 2-20 | games 3-20 | games 11-20 |" in said

@@ -321,7 +321,7 @@ def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
         "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 2 --no-references --imagined-games 2 --rounds 1"
         " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
         "evaluation/subgoals.py": "--games 4",
-        "evaluation/partners.py": "--games-together 1 --places 8 --meetings 2",
+        "evaluation/partners.py": "--games-together 1 --places 8",
     }[script].split()
     before = set(tmp_path.rglob("*"))
     MODULES[script].main(MODULES[script].parse_args(words))

@@ -269,76 +269,6 @@ def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path,
         assert torch.equal(true.board, shuffled.board)
 
 
-@pytest.mark.parametrize("kind", ["PPO", "GRU"])
-def test_every_meeting_has_a_learner_that_learns(kind, tmp_path, monkeypatch):
-    """Each begins with the weights of its seed and learns after each game from what it did there"""
-    script = ppo_gru if kind == "GRU" else hop
-    paths = untrained(tmp_path / "run", script, method="ppo")
-    flags = {"modes": ("frozen", "learning"), "meetings": 3, "population": "left_stag"}
-    found, calls = play_partners(monkeypatch, paths, ["rollout", "ppo_update"], **flags)
-    assert found.keys() == {"return", "learning"}
-    rows = list(csv.DictReader((tmp_path / "run/partners_left_stag.csv").open()))
-    assert [(row["seed"], row["game"]) for row in rows] == [(s, g) for s in "01" for g in "123"]
-    assert np.mean([float(row["learning"]) for row in rows]) == pytest.approx(found["learning"])
-    updates = [k for k, (name, _, _) in enumerate(calls) if name == "ppo_update"]
-    assert len(updates) == 3, "after each game of 5 steps"
-    _, (_, policy, _, batch), _ = calls[updates[-1]]
-    assert {len(x) for x in batch.values()} == {2 * 3}
-    first = min(policy.state_dict())
-    weights = policy.state_dict()[first].flatten(1)
-    moved = (weights[:, None] - weights).abs().amax(2) > 1e-4
-    assert torch.equal(moved, ~torch.eye(6, dtype=torch.bool)), "all differ in the end"
-    _, given, _ = calls[updates[0] - 1]
-    seats = given[2] if kind == "GRU" else given[1].seats
-    assert {seats.names[k] for k in seats.kinds[:, 1].tolist()} == {"left_stag"} and seats.num_envs == 1
-    assert seats.population == list(scripted.GOALS), "as in training"
-
-
-@pytest.mark.parametrize(("script", "method", "mode"), [
-    (hop, "ppo", "unguarded"),
-    (hop, "ppo-omg", "unguarded"),
-    (hop, "hopplus", "learning"),
-    (mcts, "hopplus-mcts", "both"),
-    (ppo_gru, "", "unguarded"),
-])  # fmt: skip
-def test_how_a_partner_learns(script, method, mode, tmp_path, monkeypatch):
-    """Of each kind of learner; what they earn is counted by the number of the game, in the seed's own meetings"""
-    seen = []
-    done = np.ones((2 * 4, 5, 1), bool)
-    returns = np.arange(8.0).reshape(8, 1, 1) + 10 * np.arange(5.0).reshape(1, 5, 1)
-
-    def loop(flags, run, *given):
-        *_, mode = given
-        tables, index = given[:2] if script is ppo_gru else (given[1], states[0])
-        seen.append((flags, tables, index, mode))
-        while True:
-            yield None, {}, (done, returns)
-
-    def make_state(flags, run, tables, index, mode, imagination):
-        assert imagination == ("world" in run.networks)
-        states.append(index)
-
-    states = []
-    monkeypatch.setattr(partners.gru, "gru_loop", loop)
-    monkeypatch.setattr(partners.adapt, "adaptation_loop", loop)
-    monkeypatch.setattr(partners.adapt, "make_state", make_state)
-    monkeypatch.setattr(partners.adapt, "first_boards", lambda run, index: "boards")
-    paths = untrained(tmp_path / "run", script, **({"method": method} if method else {}))
-    given = {"modes": ("learning",), "meetings": 4, "games_together": 7, "learning_rate": 0.25}
-    found, _ = play_partners(monkeypatch, paths, [], **given)
-    ((flags, tables, index, found_mode),) = seen
-    assert (flags.steps, flags.every, flags.games_at_once, flags.learning_rate) == (7 * 5, 5, 1, 0.25)
-    assert found_mode == mode and index == [0] * 4 + [1] * 4
-    for table in tables:
-        assert table[0] == "learner" and table[2:] == ["nearest_hare"] * 2
-    for of_seed in (tables[:4], tables[4:]):
-        names = [table[1] for table in of_seed]
-        assert sorted(names.count(name) for name in scripted.GOALS) == [1, 1, 2]
-    rows = list(csv.DictReader((tmp_path / "run/partners.csv").open()))
-    expected = [10.0 * (number % 5) + mean for mean in (1.5, 5.5) for number in range(7)]
-    assert [float(row["learning"]) for row in rows] == expected and found.keys() == {"learning"}
-
-
 @pytest.mark.parametrize("script", [hop, ppo_gru], ids=["hop", "gru"])
 def test_a_stranger_sits_in_mixed_seats(script, tmp_path, monkeypatch):
     """And the population stays that of the training"""
@@ -358,20 +288,10 @@ def test_a_stranger_sits_in_mixed_seats(script, tmp_path, monkeypatch):
     assert (tmp_path / "run/partners_left_stag.csv").exists()
 
 
-def test_without_a_gpu_fewer_meet(monkeypatch):
-    assert partners.parse_args(["RUN"]).meetings == 8
-    assert partners.parse_args(["RUN", "--meetings", "5"]).meetings == 5
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = partners.parse_args(["RUN"])
-    assert args.meetings == 64 and args.modes == ("frozen",)
-
-
 @pytest.mark.parametrize(("wrong", "sentence"), [
     ("no path", "PATHS: which run"),
     ("two runs", "PATHS: only runs of ppo_gru.py have several"),
     ("stranger", "--population.* unknown player 'waiting'"),
-    ("no mode", "--modes names none"),
-    ("no meeting", "--meetings must be >= 1"),
     ("nobody", "--population.* unknown player ''"),
     ("seats", "--seats.* unknown player 'wolf'"),
     ("two learners", "--seats learner,learner,random,random: there must be 1 learner"),
@@ -393,8 +313,6 @@ def test_wrong_flags_and_files_of_partners_are_named(wrong, sentence, tmp_path):
         "no path": ((), {}),
         "two runs": (one + gru, {}),
         "stranger": (one, {"population": "nearest_hare,waiting"}),
-        "no mode": (one, {"modes": ()}),
-        "no meeting": (one, {"meetings": 0}),
         "nobody": (one, {"population": ""}),
         "seats": (one, {"seats": "learner,wolf,random,random"}),
         "two learners": (one, {"seats": two_learners}),
