@@ -171,9 +171,9 @@ def make(args: Args, run: Run, places: threading.Semaphore) -> None:
     def call(log: str, *command: str) -> float:
         """-> seconds"""
         with places, open(folder / f"{log}.log", "a") as file:
-            started = time.time()
+            started = time.perf_counter()
             subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, check=True)
-            return time.time() - started
+            return time.perf_counter() - started
 
     def follow(number: int, command: str) -> None:
         done = folder / f"then_{number}.done"
@@ -217,7 +217,7 @@ def needed_first(runs: list[Run]) -> list[Run]:
 
 
 def make_all(args: Args, runs: list[Run]) -> None:
-    begun = time.time()
+    begun = time.perf_counter()
     places = threading.Semaphore(args.parallel)
     longest_first = sorted(dict.fromkeys(runs), key=lambda run: -len(run.then))
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
@@ -228,7 +228,7 @@ def make_all(args: Args, runs: list[Run]) -> None:
             if error is not None:
                 reason = error if isinstance(error, UserError) else "see its logs"
                 state = f"FAILED, {reason}"
-            seconds = f"{time.time() - begun:.0f} s"
+            seconds = f"{time.perf_counter() - begun:.0f} s"
             name = folder_of(args, jobs[job]).name
             print(f"{seconds}, {count} of {len(jobs)}: {state}: {name}", flush=True)
 

@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-import time
 import warnings
 
 from stag_hunt_env import (
@@ -344,22 +343,6 @@ def test_the_game_is_set_by_config_or_keywords():
             make(heigth=5)
     with pytest.raises(ValueError, match="too little room"):
         StagHuntGymEnv(height=2)
-
-
-@pytest.mark.parametrize("make", [StagHuntParallelEnv, StagHuntGymEnv])
-def test_a_thousand_steps_a_second_at_least(make):
-    """About 10 000 on two idle cores; 400 when every step was a batch of one."""
-    env, best = make(), 0.0
-    for _ in range(5):
-        env.reset(seed=1)
-        start, steps = time.perf_counter(), 0
-        while steps < 100:
-            end = env.step(dict.fromkeys(env.possible_agents, 4) if make is StagHuntParallelEnv else 4)[2]
-            steps += 1
-            if end is True or (make is StagHuntParallelEnv and not env.agents):
-                env.reset()
-        best = max(best, steps / (time.perf_counter() - start))
-    assert best > 1000
 
 
 @pytest.mark.parametrize(
