@@ -2,7 +2,7 @@
 grow at once on the device, and the policy learns from what the search finds. See `diff hopplus_ppo.py hopplus_mcts.py`.
 
     python hopplus_mcts.py                                        # HOP+ with tree search on 4x4
-    python hopplus_mcts.py --method hop                           # HOP as published (hop-ours: and more)
+    python hopplus_mcts.py --method hop                           # HOP as published
     python hopplus_mcts.py --root gumbel --num-simulations 32     # another root
     python hopplus_mcts.py --planner one-step                     # look one step ahead (none: act by the policy)
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
@@ -86,9 +86,9 @@ PER_LEARNER = {  # metric -> its name in per_agent/
 @dataclasses.dataclass
 class RunArgs:
     exp_name: str = Path(__file__).stem  # first part of the run's name
-    method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop", "hop-ours"] = "hopplus-mcts"
+    method: Literal["ppo", "ppo-omg", "hopplus", "hopplus-mcts", "hop"] = "hopplus-mcts"
     """a set of flags: plain PPO; with subgoals and memory; with these and imagination, or search;
-    HOP; HOP and more"""
+    HOP"""
     seed: Whole = 1
     """seed of the first experiment; the others count up, but are not what --seed 2, 3, ... alone
     would be"""
@@ -129,11 +129,10 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"] = "inferred"
+    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle", "hop"] = "inferred"
     """what the policy reads about each co-player: nothing; its next action as predicted by MOA, the
     model of the others' actions, here without subgoals; its subgoal, inferred from what it did; the
-    exact Bayes posterior over who it is; who it is; belief in stag or hare; nothing, and MOA reads
-    HOP's belief"""
+    exact Bayes posterior over who it is; who it is; nothing, and MOA reads HOP's belief"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16  # D, the size of a subgoal (discrete: the number of categories)
@@ -264,22 +263,17 @@ GROUPS = {  # the boxes of --help
     "speed": SpeedArgs,
 }
 GIVEN = ("posterior", "oracle")  # subgoals that no network infers
-BAYES = ("bayes", "hop")  # those that are stag or hare, by Bayes' rule
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0, "planner": "none"}
 PPO_OMG = {"imagination": False, "planner": "none"}
 SEARCH = {"imagination": False, "imagination_horizon": 8, "total_timesteps": 600_000}
-HOP_OURS = {
+HOP = {
     **SEARCH,
-    "subgoals": "bayes",
+    "subgoals": "hop",
     "goal_kind": "discrete",
     "goal_dim": 2,
     "num_trees": 5,
     "search_model": "env",
     "search_prior": 0.0,
-}
-HOP = {
-    **HOP_OURS,
-    "subgoals": "hop",
     "pretraining_updates": 0,
     "offline_ratio": 0.0,
     "gae_lambda": 1.0,
@@ -323,7 +317,6 @@ DEFAULTS = {  # what differs from the class defaults
     ("ppo-omg", "cuda"): {**PPO_OMG, **CALM_PPO},
     ("hopplus", "cuda"): {"planner": "none"},
     ("hopplus-mcts", "cuda"): SEARCH,
-    ("hop-ours", "cuda"): HOP_OURS,
     ("hop", "cuda"): HOP,
     ("ppo", "cpu"): {**PPO, **PPO_ON_CPU, **MODELS_ON_CPU},
     ("ppo-omg", "cpu"): {**PPO_OMG, **PPO_ON_CPU, **MODELS_ON_CPU},
@@ -334,7 +327,6 @@ DEFAULTS = {  # what differs from the class defaults
         "planner": "none",
     },
     ("hopplus-mcts", "cpu"): {**SEARCH, **SEARCH_ON_CPU},
-    ("hop-ours", "cpu"): {**HOP_OURS, **SEARCH_ON_CPU, "num_trees": 5},
     ("hop", "cpu"): {**HOP, **SEARCH_ON_CPU, "num_trees": 5, "pretraining_updates": 0},
 }
 LARGE_BOARD = {  # and where there are more than 16 cells
@@ -441,10 +433,10 @@ def validate(args: Args) -> StagHuntConfig:
         refuse(untrained, "--root gumbel needs --policy-loss distill")
         too_small = args.gamma**args.max_depth < 1e-30
         refuse(too_small, "--gamma is too small for this --max-depth")
-    if args.subgoals in BAYES:
+    if args.subgoals == "hop":
         two = (args.goal_kind, args.goal_dim) == ("discrete", 2)
-        refuse(not two, f"--subgoals {args.subgoals} needs --goal-kind discrete --goal-dim 2")
-        refuse(args.imagination, f"--subgoals {args.subgoals} is not for --imagination")
+        refuse(not two, "--subgoals hop needs --goal-kind discrete --goal-dim 2")
+        refuse(args.imagination, "--subgoals hop is not for --imagination")
     return config
 
 
@@ -997,9 +989,9 @@ def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, hi
     m, n, k = history.shape[:3]
     board, walls, legal = co_players(views)
     history = history.flatten(1, 2).float()
-    if args.subgoals in BAYES:
+    if args.subgoals == "hop":
         features = goal_action_probs(networks, board, walls, clock, legal)
-        params = bayes_posterior(args, history)
+        params = bayes_posterior(history)
     else:
         features = networks.inference(board, walls, method="encoder")
         params = networks.inference(features, history)
@@ -1040,7 +1032,7 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
 def update_history(args: Args, env, networks: Networks, belief: OpponentBelief, joint, history, done):
     """history [M, n, K, 2 * hidden] after joint action [M, n, N]; after a game's end what the next
     one starts from"""
-    if args.subgoals in BAYES:
+    if args.subgoals == "hop":
         return add_evidence(args, belief, joint, history, done)
     seen = joint.long()[..., env.ego[1:]].flatten(1, 2)  # in each co-player's own ego order
     event = networks.inference(belief.features, seen, method="event")
@@ -1061,8 +1053,6 @@ def history_after_game(args: Args, history, discount):
     """What a game's end leaves of a history [..., 2 * hidden]: what the next game starts from"""
     if args.subgoals == "hop":  # the prior, as count_hunts left it
         return F.pad(history[..., 2:] * (discount > 0), (2, 0))
-    if args.subgoals == "bayes":  # discounted counts of what seems to have been pursued
-        return F.pad(discount * (history[..., 2:] + bayes_posterior(args, history).exp()), (2, 0))
     done = torch.ones_like(history[..., :1], dtype=torch.bool)
     return add_event(history, 0.0, done, discount)
 
@@ -1083,11 +1073,11 @@ def goal_action_probs(networks: Networks, board, walls, clock, legal):
     return log_probs.view(*board.shape[:2], -1)
 
 
-def bayes_posterior(args: Args, history):
+def bayes_posterior(history):
     """HOP: history [..., 4] -> log-probabilities of stag and hare: how well each explains what was
-    done in this game, and how often each was pursued in those before"""
+    done in this game, and how often each was taken in those before"""
     evidence, before = history.chunk(2, -1)
-    prior = (0.5 + before).clamp(min=1e-6) if args.subgoals == "hop" else 1 + before
+    prior = (0.5 + before).clamp(min=1e-6)
     return (evidence + prior.log()).log_softmax(-1)
 
 
@@ -1624,7 +1614,7 @@ class Games:
         shape = self.seats.learner_seat.shape  # [M, E]
         self.last_joint = torch.full((*shape, config.num_players), STAY, device=device)
         history_size = 2 * args.subgoal_hidden if needs_models(args) else 0
-        if args.subgoals in BAYES:
+        if args.subgoals == "hop":
             history_size = 4
         self.history = torch.zeros(*shape, config.num_players - 1, history_size, device=device)
         self.replay = Replay(args.replay_rollouts, device)
@@ -1986,7 +1976,7 @@ def opponent_model_losses(args: Args, env, networks: Networks, windows, eps, pre
     may go on and co-players may reach their subgoals"""
     with_future = windows
     windows = tree_map(lambda x: x[:, : x.shape[1] - ahead], with_future)
-    if args.subgoals in BAYES:
+    if args.subgoals == "hop":
         return hop_losses(env, networks, windows, with_future)
     rows = encode_history(args, env, networks, windows)
     shape = rows.history.shape[:-1]  # [M, T, G, K]

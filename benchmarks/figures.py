@@ -27,7 +27,6 @@ from benchmarks.sections import (
     BOARDS,
     DOSES,
     SEARCH_LABEL,
-    SEARCHES,
     SECTIONS,
     TASKS,
     TIMINGS,
@@ -538,8 +537,7 @@ def compared() -> list[tuple[str, str, str, str]]:
         for method in ("PPO, mixed", "GRU, mixed", "+ subgoals, mixed"):
             pairs.append((hopplus, "learning", label_of(method, board), "learning"))
         pairs.append((hopplus, "learning", hopplus, "frozen"))
-    for searching in SEARCHES:
-        pairs.append((searching, "search", searching, "frozen"))
+    pairs.append(("HOP+ MCTS", "search", "HOP+ MCTS", "frozen"))
     for without in ("no memory", "policy without subgoals"):
         for mode in ("frozen", "learning"):
             pairs.append(("HOP+", mode, f"HOP+, {without}", mode))

@@ -283,10 +283,6 @@ PPO_FEW = f"{TEST_SEEDS} --log-every 2 --method ppo --total-timesteps 600000 {QU
 PPO_FEW_8X8 = f"{TEST_SEEDS} --log-every 2 {LARGE} --method ppo --total-timesteps 2000000 {QUICK_8X8}"
 TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
 ABLATED = method_flags(METHODS["4x4"]["HOP+"], "4x4", TEST_SEEDS)
-SEARCHES = {
-    "HOP+ MCTS": Run(SEARCH, MCTS, then=(SEARCH_ADAPT,)),
-    "HOP, search prior 1": Run(f"{SEARCH} --method hop-ours --search-prior 1", MCTS, then=(SEARCH_ADAPT,)),
-}
 
 # ---- What the models know: sections moa, pretraining and walls
 
@@ -627,8 +623,6 @@ SECTIONS = {
             "no search, learning rate 5e-4": Run(f"{SEARCH} --planner none --learning-rate 5e-4", MCTS),
             "4 simulations": Run(f"{SEARCH} --num-simulations 4", MCTS),
             "32 simulations": Run(f"{SEARCH} --num-simulations 32", MCTS),
-            "HOP": Run(f"{SEARCH} --method hop-ours", MCTS),
-            "HOP, search prior 1": Run(f"{SEARCH} --method hop-ours --search-prior 1", MCTS),
         },
         [("bars", "steps_to_2.8"), ("bars", "fall"), ("curves", "return")],
     ),
@@ -661,7 +655,7 @@ SECTIONS = {
         "Which module pays, and where?",
         {
             **MEETING_RUNS,
-            **SEARCHES,
+            "HOP+ MCTS": Run(SEARCH, MCTS, then=(SEARCH_ADAPT,)),
             "HOP+, no imagination": Run(f"{ABLATED} --no-imagination", then=(ADAPT, f"{ADAPT} --sets strangers")),
             "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
             "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),

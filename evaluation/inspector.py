@@ -176,7 +176,6 @@ def goal_names(args) -> tuple[str, list[str]]:
     known = {
         "posterior": ("exact Bayes posterior", args.population.split(",")),
         "oracle": ("told who it is", [*args.population.split(","), "learner"]),
-        "bayes": ("Bayes' rule", ["stag", "hare"]),
         "hop": ("Bayes' rule", ["stag", "hare"]),
     }
     if args.subgoals in known:
@@ -224,7 +223,7 @@ def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
         minds["moa"] = expected_actions(run, state, belief, clock)
     if belief is not None and args.subgoals not in GIVEN:
         _, before = steps.history.chunk(2, -1)
-        minds["memory"] = {"bayes": before, "hop": 0.5 + before}.get(args.subgoals, before[..., :1])
+        minds["memory"] = 0.5 + before if args.subgoals == "hop" else before[..., :1]
         if kind != LOOK_AHEAD:
             _, _, stranger = infer(run, state, steps, forget_earlier_games(steps.history))
             minds["without"] = goal_probs(run, state, steps, stranger)

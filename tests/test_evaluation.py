@@ -981,10 +981,10 @@ def test_the_guard_counts_the_latest_rounds_most(small, monkeypatch):
     assert used == [[False, True], [False, False], [True, False], [True, False]]
 
 
-@pytest.mark.parametrize("method", ["ppo-omg", "hop", "hop-ours"])
+@pytest.mark.parametrize("method", ["ppo-omg", "hop"])
 def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
     """And they begin with what is remembered as if the game that is on had ended"""
-    hop = {"script": hopplus_mcts, "goal_dim": 2, "planner": "none"} if method.startswith("hop") else {}
+    hop = {"script": hopplus_mcts, "goal_dim": 2, "planner": "none"} if method == "hop" else {}
     args, state, loop = adaptation(untrained(tmp_path, method, **hop), repetitions=3, subgoal_updates=1)
     judged, play_games = [], adapt.play_games
 
@@ -1013,8 +1013,6 @@ def test_held_out_games_are_whole_and_real(method, tmp_path, monkeypatch):
     kept = decay * (before + now)
     if method == "hop":  # its belief across games: how often each prey was taken
         kept = before
-    if method == "hop-ours":  # counts of what seems to have been pursued, by Bayes' rule
-        kept = decay * (before + (now.exp() * (1 + before)) / (now.exp() * (1 + before)).sum(3, keepdim=True))
     torch.testing.assert_close(begun, torch.cat([0 * now, kept], 3))
     assert now.any() and begun.any() and decay > 0
 

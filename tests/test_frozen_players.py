@@ -126,7 +126,6 @@ CASES = {
     "ppo": (hopplus_ppo, {}),
     "hopplus": (hopplus_ppo, {"share_parameters": True}),
     "hop": (hopplus_mcts, {"goal_dim": 2}),
-    "hop-ours": (hopplus_mcts, {"goal_dim": 2}),
     "hopplus-mcts": (hopplus_mcts, {"config": dataclasses.replace(CONFIG, max_wall_pieces=1)}),
     "oracle": (hopplus_ppo, {"subgoals": "oracle"}),
     "posterior": (hopplus_ppo, {"subgoals": "posterior"}),

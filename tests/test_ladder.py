@@ -230,7 +230,7 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, monke
     (hop, {"subgoals": "inferred"}),
     (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "inferred"}),
     (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "posterior", "infer_in_tree": True}),
-    (mcts, {"method": "hop-ours", "num_trees": 3, "goal_dim": 2, "infer_in_tree": True}),
+    (mcts, {"method": "hopplus-mcts", "num_trees": 3, "subgoals": "inferred", "infer_in_tree": True}),
 ])  # fmt: skip
 def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path, monkeypatch):
     """Of policy, search and, in the tree, of MOA; not of a sibling's tree, and what is remembered stays one's own"""

@@ -626,7 +626,6 @@ SEARCHED = {
     "no subgoals": {"subgoals": "none", "search_model": "env"},
     "hop": {"method": "hop", "num_trees": 3},
     "hop in the tree": {"method": "hop", "infer_in_tree": True},
-    "hop, ours": {"method": "hop-ours", "infer_in_tree": True},
 }
 
 
@@ -1036,21 +1035,19 @@ def bayes(evidence, prior):
 
 
 class BeliefByHand:
-    """About one co-player. HOP's prior is b0 = alpha b0 + (1 - alpha) 1[goal], by what the co-player was seen to take,
-    from 1/2 on; ours 1 and discounted counts, by what it seems to have pursued."""
+    """About one co-player. The prior is b0 = alpha b0 + (1 - alpha) 1[goal], by what the co-player was seen to take,
+    from 1/2 on."""
 
-    def __init__(self, method, discount):
-        self.method = method
+    def __init__(self, discount):
         self.discount = discount
-        self.start = 0.5 if method == "hop" else 1.0
         self.evidence = np.zeros(2)
-        self.prior = np.full(2, self.start)
+        self.prior = np.full(2, 0.5)
 
     def probs(self):
         return bayes(self.evidence, np.maximum(self.prior, 1e-6))
 
     def history(self):
-        return [*self.evidence, *(self.prior - self.start)]
+        return [*self.evidence, *(self.prior - 0.5)]
 
     def saw_action(self, scores):
         """Log-probabilities of what it did, given either goal"""
@@ -1058,23 +1055,18 @@ class BeliefByHand:
         self.evidence += clamped - clamped.max()
 
     def saw_prey(self, goal):
-        if self.method == "hop":
-            self.prior = self.discount * self.prior + (1 - self.discount) * np.eye(2)[goal]
+        self.prior = self.discount * self.prior + (1 - self.discount) * np.eye(2)[goal]
 
     def game_over(self):
-        if self.method == "hop-ours":
-            counts = self.prior - 1 + self.probs()
-            self.prior = 1 + self.discount * counts
-        elif self.discount == 0:
-            self.prior = np.full(2, self.start)
+        if self.discount == 0:
+            self.prior = np.full(2, 0.5)
         self.evidence = np.zeros(2)
 
 
-@pytest.mark.parametrize("method", ["hop", "hop-ours"])
 @pytest.mark.parametrize("discount", [0.7, 0.0])
-def test_belief_in_stag_or_hare_by_hand(discount, method, monkeypatch):
+def test_belief_in_stag_or_hare_by_hand(discount, monkeypatch):
     state = make_state(
-        method=method,
+        method="hop",
         num_envs=5,
         memory_discount=discount,
         history_reset_prob=0.0,
@@ -1090,7 +1082,7 @@ def test_belief_in_stag_or_hare_by_hand(discount, method, monkeypatch):
         return beliefs[-1]
 
     monkeypatch.setattr(hop, "infer_opponents", keep)
-    by_hand = {place: BeliefByHand(method, discount) for place in np.ndindex(2, 5, 2)}
+    by_hand = {place: BeliefByHand(discount) for place in np.ndindex(2, 5, 2)}
     seen = {"left": 0, "clamped": 0, "ends": 0, "stag": 0, "hare": 0, "nothing": 0}
     for _ in range(40):
         kept = torch.tensor([belief.history() for belief in by_hand.values()]).view(2, 5, 2, 4)
@@ -1098,13 +1090,9 @@ def test_belief_in_stag_or_hare_by_hand(discount, method, monkeypatch):
         beliefs.clear()
         steps, outputs, *_ = play(state, 1)
         believed = beliefs[0].params.exp().view(2, 5, 2, 2)  # before the step
-        rough = hop.bayes_posterior(state.args, steps.history[:, 0].float()).exp()  # what metrics are made of
+        rough = hop.bayes_posterior(steps.history[:, 0].float()).exp()  # what metrics are made of
         torch.testing.assert_close(rough, believed, atol=0.02, rtol=0)
-        read = outputs["goals"][:, 0]  # by the policy
-        if method == "hop":
-            assert read.shape[2] == 0
-        else:
-            torch.testing.assert_close(read, believed.flatten(2))
+        assert outputs["goals"].shape[3] == 0, "the policy reads none of it"
         acts, present = likelihoods(state, steps, 0)
         left = who_left(steps, CONFIG)[:, 0]
         for (m, e, k), belief in by_hand.items():
@@ -1174,8 +1162,8 @@ def test_hop_learns_from_the_prey_that_was_taken(ahead):
 
 
 def test_hop_reads_the_state_alone():
-    """Neither policy nor value change with what was believed or done before; ours do"""
-    for method, changes in (("hop", False), ("hop-ours", True)):
+    """Neither policy nor value change with what was done before; those of HOP+ do"""
+    for method, changes in (("hop", False), ("hopplus-mcts", True)):
         state = make_state(method=method, planner="none", num_envs=3)
         steps, outputs, *_ = play(state, 4)
         last_joint = steps.last_joint[:, 3]
@@ -1183,7 +1171,7 @@ def test_hop_reads_the_state_alone():
         views = hop.entity_views(state.games.env, steps.board[:, 3], steps.walls[:, 3])
         situation = state.args, state.networks.policy, views, steps.time[:, 3] / CONFIG.final_time
         *_, log_probs, value = hop.evaluate_policy(*situation, last_joint, goals)
-        *_, other_log_probs, other_value = hop.evaluate_policy(*situation, 6 - last_joint, 1 - goals)
+        *_, other_log_probs, other_value = hop.evaluate_policy(*situation, 6 - last_joint, goals)
         assert torch.equal(log_probs, other_log_probs) != changes
         assert torch.equal(value, other_value) != changes
 
@@ -1438,7 +1426,7 @@ def test_without_search_it_has_the_other_scripts_defaults(method, device):
 
 
 def test_defaults_of_the_methods_that_search():
-    for method in ("hopplus-mcts", "hop", "hop-ours"):
+    for method in ("hopplus-mcts", "hop"):
         args = hop.make_args(method, "cpu")
         assert args.num_envs == 64
         assert args.total_timesteps == 40_000
@@ -1447,26 +1435,24 @@ def test_defaults_of_the_methods_that_search():
         assert args.planner == "mcts"
         assert not args.imagination
         assert hop.validate(args)
-    ours = hop.make_args("hop-ours", "cpu")
-    assert ours.num_trees == 5
-    assert ours.search_model == "env"
-    assert ours.search_prior == 0
-    assert (ours.subgoals, ours.goal_kind, ours.goal_dim) == ("bayes", "discrete", 2)
-    assert ours.pretraining_updates == 200
-    assert ours.offline_ratio == 0.5
-    assert ours.gae_lambda == 0.95
-    assert ours.ent_coef == 0.03
-    assert ours.history_reset_prob == 0.1
     published = {
         "method": "hop",
         "subgoals": "hop",
+        "goal_kind": "discrete",
+        "goal_dim": 2,
+        "num_trees": 5,
+        "search_model": "env",
+        "search_prior": 0.0,
         "pretraining_updates": 0,
         "offline_ratio": 0.0,
         "gae_lambda": 1.0,
         "ent_coef": 0.0,
         "history_reset_prob": 0.0,
     }
-    assert hop.make_args("hop", "cpu") == dataclasses.replace(ours, **published)
+    for kind in ("cpu", "cuda"):
+        ours = hop.Args(**hop.method_defaults("hopplus-mcts", kind, CONFIG))
+        theirs = hop.Args(method="hop", **hop.method_defaults("hop", kind, CONFIG))
+        assert theirs == dataclasses.replace(ours, **published)
     assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts"
     assert hop.make_args().exp_name == "hopplus_mcts"
 
@@ -1510,10 +1496,6 @@ VARIANTS = {
         "num_seeds": 2,
         "seats": "learner,learner,nearest_stag",
     },
-    "hop, ours": {
-        "method": "hop-ours",
-        "seats": "learner,learner,nearest_stag",
-    },
     "no subgoals, walls": {
         "subgoals": "none",
         "share_parameters": True,
@@ -1522,9 +1504,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "bayes", "hop"])
+@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "hop"])
 def test_models_are_made_where_something_reads_them(subgoals):
-    inferred = subgoals in ("actions", "inferred", "bayes", "hop")
+    inferred = subgoals in ("actions", "inferred", "hop")
     planners = ("mcts", "one-step", "none")
     models = ("env", "world-model")
     for planner, model, imagination in itertools.product(planners, models, (False, True)):
@@ -1574,15 +1556,15 @@ def test_hop_sees_no_rule_based_games(tmp_path, monkeypatch):
         "subgoal_learning_rate": 1e-12,
         "pretraining_updates": 0,
     }
-    for method in ("hop", "hop-ours"):
-        watches = method == "hop-ours"
+    for method in ("hop", "hopplus-mcts"):
+        watches = method == "hopplus-mcts"
         final = run(tmp_path / method, method=method, **flags)
         state = torch.load(final["checkpoint"])["states"][0]
         moa = state["networks"]["moa"]["encoder.table"]
         assert ("watched" in state) == watches
         alike = torch.allclose(moa[0], moa[1])
         assert alike == watches, "each learner has its own MOA from the start, or a copy of one"
-    assert pretrained == ["hop-ours"]
+    assert pretrained == ["hopplus-mcts"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "hop"}], ids=["hopplus-mcts", "hop"])
