@@ -2489,7 +2489,7 @@ def main(args: Args) -> dict[str, float]:
     run = None
     with contextlib.ExitStack() as held:
         if rank == 0:
-            run = game.Run(args, GROUPS, f"{config.setting}_{args.method}", checkpoint, step)
+            run = game.Run(args, f"{config.setting}_{args.method}", checkpoint, step)
             held.callback(run.close)
         if checkpoint is None:
             prepare(args, state, seeds, rank, say)
@@ -2570,8 +2570,6 @@ def main(args: Args) -> dict[str, float]:
                 add_histograms(run, samples, step)
             pictures = pictures_due
             began = time.time() - seconds  # pictures and checkpoints are no training
-        if run is not None and iteration == num_iterations:
-            run.end_well()
     path = gather_ranks(run and str(run.folders[0] / "checkpoint.pt"))[0]
     if asked and iteration < num_iterations:
         say(f"stopped; go on with: {shlex.join(['python', sys.argv[0], '--resume', path])}")

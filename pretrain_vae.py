@@ -1090,7 +1090,7 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint:
         load_models(args, models, optimizer, checkpoint)
     unfinished = epoch < args.epochs
-    run = game.Run(args, GROUPS, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
+    run = game.Run(args, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
     path = run.folders[0] / "checkpoint.pt"
     with contextlib.closing(run), game.stop_requests() as stop:
         print(f"{config.setting}, {args.goal_kind} subgoals, on {device}; run folder {run.folders[0]}", flush=True)
@@ -1117,7 +1117,6 @@ def main(args: Args) -> dict[str, float]:
             raise SystemExit(128 + stop[0])
         tables, arrays = measure(args, config, models, held_out, first_rows(data, PROBED_TRAJECTORIES))
         write_results(run, tables, arrays, epoch, draw=unfinished)
-        run.end_well()
     show_table(tables)
     print(f"{time.time() - started:.1f} s in all; checkpoint, CSV and pictures in {run.folders[0]}")
     results = {"checkpoint": str(path)}

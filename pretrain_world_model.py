@@ -1010,7 +1010,7 @@ def main(args: Args) -> dict[str, float]:
         load_weights(args.resume, world, checkpoint)
         load_optimizer(args.resume, optimizer, checkpoint)
     unfinished = update < args.num_updates
-    run = game.Run(args, GROUPS, f"{config.setting}_{args.wm_head}", checkpoint, update)
+    run = game.Run(args, f"{config.setting}_{args.wm_head}", checkpoint, update)
     path = run.folders[0] / "checkpoint.pt"
     with contextlib.closing(run), game.stop_requests() as stop:
         what = f"{config.setting}, {args.wm_head} head, {len(world)} model(s), on {device}"
@@ -1039,7 +1039,6 @@ def main(args: Args) -> dict[str, float]:
             raise SystemExit(128 + stop[0])
         writers = run.writers if unfinished else []
         final = report(args, config, world, held_out_games, held_out, run.folders, writers, update)
-        run.end_well()
     print(f"{time.time() - started:.1f} s in all; checkpoint {path}")
     return {"checkpoint": str(path), **mean_over_seeds(final)}
 

@@ -47,7 +47,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
@@ -1519,92 +1519,13 @@ class Stopwatch:
         self.last = now
 
 
-OVERVIEW = {  # TensorBoard's page "custom scalars": part of the page -> chart -> its curves
-    "returns": {
-        "return": ("charts/episodic_return",),
-        "how players end their games": (
-            "charts/stag_share",
-            "charts/hare_share",
-            "charts/nothing_share",
-        ),
-        "explained variance of the critic": ("losses/explained_variance",),
-    },
-    "models": {
-        "MOA: negative log-likelihood": ("moa/nll", "moa/bayes/nll", "moa/ceiling/nll"),
-        "MOA: accuracy": ("moa/top1", "moa/bayes/top1", "moa/ceiling/top1"),
-        "world model: boards that are right": ("wm/exact_match",),
-        "world model: right after k steps": ("wm/exact_match/1", "wm/exact_match/4"),
-        "loss of all models": ("losses/total",),
-        "loss of the opponent models": ("losses/opponent_models",),
-        "loss of the world model": ("losses/world_model",),
-    },
-    "imagination": {
-        "horizon": ("wm/horizon",),
-        "returns that the critic learns": ("imagined/return_mean", "real/return_mean"),
-        "rewards that PPO learns from": ("imagined/reward_mean", "real/reward_mean"),
-    },
-}
-FIRST_HPARAMS = ("method", "seed", "board", "total_timesteps", "learning_rate")
-RESULTS = (  # what the page HPARAMS shows beside the flags
-    "charts/episodic_return",
-    "charts/stag_share",
-    "moa/nll",
-    "wm/exact_match",
-    "wm/horizon",
-)
-
-
-def overview(tags: Iterable[str]) -> dict[str, dict]:
-    """OVERVIEW for SummaryWriter.add_custom_scalars; charts whose first curve is among `tags`"""
-    layout = {}
-    for part, charts in OVERVIEW.items():
-        shown = {}
-        for title, curves in charts.items():
-            if curves[0] in tags:
-                shown[title] = ["Multiline", [f"^{tag}$" for tag in curves]]
-        if shown:
-            layout[part] = shown
-    return layout
-
-
-def help_order(args, groups: dict[str, type]) -> dict[str, object]:
-    """All flags as in --help; groups as for `parse`"""
-    flags = {}
-    for group in groups.values():
-        holder = args.config if group is StagHuntConfig else args
-        for field in dataclasses.fields(group):
-            flags[field.name] = getattr(holder, field.name)
-    return flags
-
-
-def hparams_summaries(flags: dict[str, object], tags: Iterable[str]) -> tuple:
-    """For TensorBoard's page HPARAMS: its columns, the flags of one run, that it ended well"""
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams
-
-    values = {}
-    for name, value in flags.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        values[name] = value if is_number else str(value)
-    results = [tag for tag in RESULTS if tag in tags]
-    experiment, start, end = hparams(values, dict.fromkeys(results))
-    plugin_data = experiment.value[0].metadata.plugin_data
-    columns = HParamsPluginData.FromString(plugin_data.content)
-    for column in columns.experiment.hparam_infos:
-        column.differs = column.name in FIRST_HPARAMS  # TensorBoard shows these first
-    plugin_data.content = columns.SerializeToString()
-    return experiment, start, end
-
-
 class Run:
     """The folders of a run, one per seed, locked: args.json, TensorBoard, metrics.jsonl;
     checkpoint.pt in the first"""
 
-    def __init__(self, args, groups: dict, label: str, checkpoint: dict | None, step: int):
-        """A new run's, or the resumed one's as they were at `step`; groups as for `parse`"""
+    def __init__(self, args, label: str, checkpoint: dict | None, step: int):
+        """A new run's, or the resumed one's as they were at `step`"""
         self.folders = [Path(args.run_dir)]
-        self.hparams = {"board": args.config.setting, **help_order(args, groups)}
-        self.tags = ()  # what is logged
         try:
             if checkpoint:
                 self.folders = resumed_folders(args, checkpoint)
@@ -1618,7 +1539,8 @@ class Run:
         except OSError as error:
             where = error.filename or self.folders[0]
             raise UserError(f"could not write to {where}: {error.strerror}") from error
-        shown = {**help_order(args, groups), "checkpoint": first_checkpoint}
+        shown = {**self.flags, **self.flags["config"]}
+        del shown["config"]
         table = "\n".join(f"|{name}|{value}|" for name, value in shown.items())
         for writer in self.writers:
             with never_fatal("write to TensorBoard"):
@@ -1655,22 +1577,6 @@ class Run:
                 for name, value in row.items():
                     if math.isfinite(value):
                         writer.add_scalar(name, value, step)
-        if not self.tags:
-            self.tags = tuple(rows[0])
-            self._add_overview()
-
-    @never_fatal("write to TensorBoard")
-    def _add_overview(self):
-        """With the first row: what is stopped early has it, too"""
-        for number, writer in enumerate(self.writers):
-            writer.add_custom_scalars(overview(self.tags))
-            experiment, start, _ = self._hparams_of(number)
-            writer.file_writer.add_summary(experiment)
-            writer.file_writer.add_summary(start)
-
-    def _hparams_of(self, number):
-        seed = self.hparams["seed"] + number
-        return hparams_summaries({**self.hparams, "seed": seed}, self.tags)
 
     def save(self, content: dict, name: str = "checkpoint.pt") -> None:
         """Written aside and renamed: what stands there is always whole, also after a power cut. A
@@ -1688,13 +1594,6 @@ class Run:
             earlier = ", an earlier one there is untouched" if path.exists() else ""
             reason = str(error).splitlines()[0]
             raise UserError(f"could not write {path}{earlier}: {reason}") from error
-
-    @never_fatal("write to TensorBoard")
-    def end_well(self) -> None:
-        """Its status on TensorBoard's page HPARAMS"""
-        for number, writer in enumerate(self.writers):
-            *_, end = self._hparams_of(number)
-            writer.file_writer.add_summary(end)
 
     def close(self) -> None:
         for writer in self.writers:

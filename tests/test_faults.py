@@ -174,7 +174,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
     runs = []
     for seed in (2, 1, 1, 2):
         args = hop.make_args("ppo", "cpu", **PPO | {"num_seeds": 2, "seed": seed}, run_dir=str(tmp_path / "runs"))
-        runs.append(Run(args, hop.GROUPS, "any", None, 0))
+        runs.append(Run(args, "any", None, 0))
     folders = [[folder.name.split("__")[2:] for folder in run.folders] for run in runs]
     assert folders == [[["2", "1000"], ["3", "1000"]], [["1", "1001"], ["2", "1001"]],
                        [["1", "1002"], ["2", "1002"]], [["2", "1003"], ["3", "1003"]]]  # fmt: skip
@@ -338,7 +338,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_size), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
     args = hop.make_args("ppo", "cpu", **PPO, run_dir=str(tmp_path))
-    run = Run(args, hop.GROUPS, "any", None, 0)
+    run = Run(args, "any", None, 0)
     done.clear()
     run.save({"format": "any"})
     run.close()

@@ -32,8 +32,6 @@ import pytest
 import torch
 from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, save_as_run, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 
@@ -81,31 +79,8 @@ def assert_flags_as_in_help(events):
     text = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
     shown = [line.split("|")[1] for line in text.splitlines()[2:]]
     in_help = [field.name for group in hop.GROUPS.values() for field in dataclasses.fields(group)]
-    assert shown == [*in_help, "checkpoint"] and shown[:2] == ["exp_name", "method"]
+    assert sorted(shown) == sorted([*in_help, "checkpoint"])
     assert "|height|3|" in text and "|learning_rate|" in text
-
-
-def check_hparams(events, method, seed, ended):
-    contents = events.PluginTagToContent("hparams")
-    read = {name: HParamsPluginData.FromString(content) for name, content in contents.items()}
-    columns = read["_hparams_/experiment"].experiment
-    first = {column.name for column in columns.hparam_infos if column.differs}
-    assert first == {"method", "seed", "board", "total_timesteps", "learning_rate"}
-    results = [metric.name.tag for metric in columns.metric_infos]
-    expected = {"ppo": 2, "ppo-omg": 3, "hopplus": 4}[method]
-    assert results == ["charts/episodic_return", "charts/stag_share", "moa/nll", "wm/horizon"][:expected]
-    flags = read["_hparams_/session_start_info"].session_start_info.hparams
-    assert flags["method"].string_value == method and flags["board"].string_value == "3x4_3h1s_3hares"
-    assert flags["seed"].number_value == seed and flags["anneal_lr"].string_value == "True"
-    assert ("_hparams_/session_end_info" in read) == ended
-
-
-def check_overview(events, method):
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    parts = {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
-    assert parts["returns"]["return"] == ["^charts/episodic_return$"]
-    shown = {"ppo": ["returns"], "ppo-omg": ["returns", "models"], "hopplus": ["returns", "models", "imagination"]}
-    assert list(parts) == shown[method]
 
 
 @pytest.mark.parametrize("method", hop.METHODS)
@@ -146,8 +121,6 @@ def test_what_a_run_leaves_behind(method, runs):
             assert scalar == pytest.approx(finite, rel=1e-5), name
         assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
         assert_flags_as_in_help(events)
-        check_hparams(events, method, seed=1 + folders.index(folder), ended=True)
-        check_overview(events, method)
         assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
         if method != "ppo":
             parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
@@ -275,7 +248,7 @@ def well(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "times"),
-    [("add_scalar", 3), ("add_histogram", 3), ("add_text", 1), ("add_custom_scalars", 1), ("close", 1)],
+    [("add_scalar", 3), ("add_histogram", 3), ("add_text", 1), ("close", 1)],
 )
 def test_tensorboard_that_fails_costs_nothing(name, times, well, tmp_path, monkeypatch, capsys):
     """Each time a line says so"""
@@ -297,7 +270,7 @@ def test_tensorboard_that_fails_costs_nothing(name, times, well, tmp_path, monke
 
 def test_a_chart_of_games_when_none_has_ended(tmp_path):
     """null in metrics.jsonl, no point in TensorBoard, and a picture all the same"""
-    run = Run(make_args("ppo", run_dir=str(tmp_path)), hop.GROUPS, "any", None, 0)
+    run = Run(make_args("ppo", run_dir=str(tmp_path)), "any", None, 0)
     for step, mean_return in ((32, math.nan), (64, 1.5)):
         run.log(step, [{"charts/episodic_return": mean_return, "losses/value_loss": 0.25, "moa/nll": math.nan}])
     run.close()
@@ -864,8 +837,6 @@ def test_the_way_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
     (checkpoint,) = folder.glob("*/checkpoint.pt")
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("stopped; go on with: ")
     assert shlex.split(command) == ["python", sys.argv[0], "--resume", str(checkpoint)]
-    events = EventAccumulator(str(checkpoint.parent)).Reload()
-    check_hparams(events, "ppo", seed=1, ended=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
