@@ -1520,8 +1520,8 @@ class Stopwatch:
 
 
 class Run:
-    """The folders of a run, one per seed, locked: args.json, TensorBoard, metrics.jsonl;
-    checkpoint.pt in the first"""
+    """The folders of a run, one per seed: args.json, TensorBoard, metrics.jsonl; checkpoint.pt in
+    the first"""
 
     def __init__(self, args, label: str, checkpoint: dict | None, step: int):
         """A new run's, or the resumed one's as they were at `step`"""
@@ -1534,8 +1534,6 @@ class Run:
             first_checkpoint = f"../{self.folders[0].name}/checkpoint.pt"
             self.flags = {**dataclasses.asdict(args), "checkpoint": first_checkpoint}
             self._open(step)
-        except BlockingIOError as error:
-            raise UserError(f"{self.folders[0]} is in use by another process") from error
         except OSError as error:
             where = error.filename or self.folders[0]
             raise UserError(f"could not write to {where}: {error.strerror}") from error
@@ -1547,13 +1545,8 @@ class Run:
                 writer.add_text("hyperparameters", f"|flag|value|\n|-|-|\n{table}", step)
 
     def _open(self, step):
-        import fcntl  # not on Windows, where the game runs all the same
-
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folders[0].mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folders[0] / "lock", "w")  # noqa: SIM115, held until the end
-        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for folder in self.folders:
             folder.mkdir(exist_ok=True)
             (folder / "args.json").write_text(json.dumps(self.flags, indent=2) + "\n")
@@ -1599,7 +1592,6 @@ class Run:
         for writer in self.writers:
             with never_fatal("write to TensorBoard"):
                 writer.close()
-        self.lock.close()
         threading.excepthook = threading.__excepthook__
 
 

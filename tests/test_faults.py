@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -151,11 +150,9 @@ def test_a_stopped_run_leaves_a_checkpoint_and_says_how_to_go_on(number, code, t
     assert saved["iteration"] * 64 == lines_of(checkpoint.parent)[-1]["steps"]
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_only_one_process_may(whole, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
     process = start(tmp_path, *WORDS, "--save-seconds", "0")
     checkpoint = wait_for(tmp_path, "*/checkpoint.pt")
-    with pytest.raises(UserError, match=rf"^{re.escape(str(checkpoint.parent))} is in use by another process$"):
-        resume(checkpoint)
     time.sleep(random.random())
     process.kill()
     process.communicate()

@@ -91,7 +91,6 @@ def test_what_a_run_leaves_behind(method, runs):
     assert sorted(path.name for path in first.iterdir() if "tfevents" not in path.name) == [
         "args.json",
         "checkpoint.pt",
-        "lock",
         "metrics.jsonl",
     ]
     args = make_args(method, run_dir=str(folder), num_seeds=2, total_timesteps=90)
