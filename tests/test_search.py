@@ -1450,8 +1450,8 @@ def test_defaults_of_the_methods_that_search():
         "history_reset_prob": 0.0,
     }
     for kind in ("cpu", "cuda"):
-        ours = hop.Args(**hop.method_defaults("hopplus-mcts", kind, CONFIG))
-        theirs = hop.Args(method="hop", **hop.method_defaults("hop", kind, CONFIG))
+        ours = hop.Args(**hop.DEFAULTS["hopplus-mcts", kind])
+        theirs = hop.Args(method="hop", **hop.DEFAULTS["hop", kind])
         assert theirs == dataclasses.replace(ours, **published)
     assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts"
     assert hop.make_args().exp_name == "hopplus_mcts"
