@@ -991,17 +991,6 @@ def log_rows(losses: dict[str, list[float]], tables: list[dict], learning_rate: 
     return rows
 
 
-def find_explosion(losses: dict[str, list[float]], models: dict[str, Stacked]) -> str | None:
-    """A loss that is no number or has exploded, as a sentence; the total if a weight has"""
-    for name, values in losses.items():
-        if not all(abs(value) < 1e6 for value in values):
-            return f"{name} is {values}"
-    params = [p for stacked in models.values() for p in stacked.parameters()]
-    if not all(p.abs().amax() < 1e6 for p in params):
-        return f"losses/total is {losses['losses/total']}"
-    return None
-
-
 # ---- Main
 
 
@@ -1031,8 +1020,7 @@ def load_models(args: Args, models: dict[str, Stacked], optimizer, checkpoint: d
         raise game.UserError(f"{args.resume}: its optimizer does not fit: {error}") from error
 
 
-def save_run(run: game.Run, args: Args, models: dict, optimizer, epoch: int, seconds: float, problem=""):
-    """`problem`: a checkpoint that is only kept to be looked at"""
+def save_run(run: game.Run, args: Args, models: dict, optimizer, epoch: int, seconds: float) -> None:
     weights = {name: stacked.state_dict() for name, stacked in models.items()}
     flags = {name: getattr(args, name) for name in MUST_MATCH}
     board = {name: getattr(args.config, name) for name in BOARD_MUST_MATCH}
@@ -1047,10 +1035,7 @@ def save_run(run: game.Run, args: Args, models: dict, optimizer, epoch: int, sec
         "optimizer": optimizer.state_dict(),
         "seconds": seconds,
     }
-    if problem:
-        run.save({**content, "problem": problem}, "checkpoint_bad.pt")
-    else:
-        run.save(content)
+    run.save(content)
 
 
 def write_results(run: game.Run, tables: list[dict], arrays: list[dict], epoch: int, draw: bool) -> None:
@@ -1102,10 +1087,9 @@ def main(args: Args) -> dict[str, float]:
                 tables, _ = measure(args, config, models, first_rows(held_out, MEASURED_TRAJECTORIES))
                 run.log(epoch, log_rows(losses, tables, optimizer.param_groups[0]["lr"]))
                 seconds = time.time() - started
-                problem = find_explosion(losses, models)
-                if problem:
-                    save_run(run, args, models, optimizer, epoch, seconds, problem)
-                    raise FloatingPointError(f"{problem}; see {run.folders[0]}/checkpoint_bad.pt")
+                for name, values in losses.items():
+                    if not np.isfinite(values).all():
+                        raise FloatingPointError(f"{name} is {values} (epoch {epoch})")
                 top1 = np.mean([table[WITH_HISTORY]["top1"] for table in tables])
                 ceiling = np.mean([table[BAYES_CEILING]["top1"] for table in tables])
                 loss = np.mean(losses["losses/total"])

@@ -893,13 +893,6 @@ def log_rows(loss: list[float], measured: list[dict], learning_rate: float) -> l
     return rows
 
 
-def find_explosion(loss: list[float], world: Stacked) -> str | None:
-    """A loss or a weight that is no number or has exploded, as a sentence"""
-    losses_fine = all(abs(value) < 1e6 for value in loss)
-    weights_fine = all(p.abs().amax() < 1e6 for p in world.parameters())
-    return None if losses_fine and weights_fine else f"losses/world_model is {loss}"
-
-
 # ---- Main
 
 
@@ -934,8 +927,7 @@ def load_optimizer(path: str, optimizer, checkpoint: dict) -> None:
         raise game.UserError(f"{path}: its optimizer does not fit: {error}") from error
 
 
-def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, seconds: float, problem=""):
-    """`problem`: a checkpoint that is only kept to be looked at"""
+def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, seconds: float) -> None:
     board = ("height", "width") if args.wm_head == "pixel" else ()
     must_match = {"world_model": type(world.network).__name__, "wm_hidden": args.wm_hidden}
     for name in (*RULES_MUST_MATCH, *board):
@@ -950,10 +942,7 @@ def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, 
         "optimizer": optimizer.state_dict(),
         "seconds": seconds,
     }
-    if problem:
-        run.save({**content, "problem": problem}, "checkpoint_bad.pt")
-    else:
-        run.save(content)
+    run.save(content)
 
 
 def evaluate(args: Args) -> dict[str, float]:
@@ -1026,10 +1015,8 @@ def main(args: Args) -> dict[str, float]:
                 rows = log_rows(loss, measured, optimizer.param_groups[0]["lr"])
                 run.log(update, rows)
                 seconds = time.time() - started
-                problem = find_explosion(loss, world)
-                if problem:
-                    save_run(run, args, world, optimizer, update, seconds, problem)
-                    raise FloatingPointError(f"{problem}; see {run.folders[0]}/checkpoint_bad.pt")
+                if not np.isfinite(loss).all():
+                    raise FloatingPointError(f"losses/world_model is {loss} (update {update})")
                 exact = np.mean([row["wm/exact_match"] for row in rows])
                 bar.set_postfix_str(f"loss {np.mean(loss):.4g}, exact match {exact:.4%}")
                 bar.update(update - bar.n)

@@ -1571,10 +1571,10 @@ class Run:
                     if math.isfinite(value):
                         writer.add_scalar(name, value, step)
 
-    def save(self, content: dict, name: str = "checkpoint.pt") -> None:
+    def save(self, content: dict) -> None:
         """Written aside and renamed: what stands there is always whole, also after a power cut. A
         checksum follows the archive."""
-        path = self.folders[0] / name
+        path = self.folders[0] / "checkpoint.pt"
         content = {**content, "folders": [folder.name for folder in self.folders]}
         try:
             torch.save(content, f"{path}.part")
@@ -1666,9 +1666,6 @@ def load_checkpoint(path: str | Path, expected: str, keys: dict[str, type]) -> d
         negative = key_type in (int, float) and isinstance(value, key_type) and value < 0
         wrong = not isinstance(value, key_type) or value == [] or negative
         refuse(wrong, f"{path} is no whole checkpoint: its {key} is missing or wrong")
-    if "problem" in saved:  # kept to be looked at
-        print(f"{path} was kept because {saved['problem']}")
-        return saved
     for name, x in tree_leaves_with_path(saved):
         bad = isinstance(x, torch.Tensor) and not x.isfinite().all()
         refuse(bad, f"{path}: {keystr(name)} holds values that are no numbers")

@@ -12,7 +12,7 @@ OWN = {  # each script has its own
     *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS"),
     *("FORMAT", "KEYS", "MAY_CHANGE"),
     *("make_args", "parse_args", "validate"),
-    *("optimizer_step", "measure", "draw_pictures", "log_rows", "find_explosion"),
+    *("optimizer_step", "measure", "draw_pictures", "log_rows"),
     *("resume_run", "save_run", "main"),
 }
 SEARCH_CHANGES = {  # what hopplus_mcts.py does otherwise than hopplus_ppo.py, because its learners search

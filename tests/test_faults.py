@@ -363,7 +363,7 @@ def test_pretraining_that_explodes_stops(script, tmp_path, capsys):
         "run_dir": str(tmp_path),
         "device": "cpu",
     }
-    with pytest.raises(FloatingPointError, match=r"^losses/.*checkpoint_bad\.pt$"):
+    with pytest.raises(FloatingPointError, match=r"^losses/.* is \[(nan|inf)"):
         script.main(script.dataclasses.replace(script.make_args(), **values, **sizes))
     assert "nan" not in capsys.readouterr().out
 
