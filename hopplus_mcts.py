@@ -1757,7 +1757,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
             search_outputs = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
         if networks.moa is not None and (step + 1) % moa_stride == 0:
-            probabilities.append({"probs": probs, "bayes_probs": seats.posterior_probs()})
+            probabilities.append(probs)
         actions = game.sample(seats.to_seats(plan.played, probs) if searches else probs)
         joint = seats.to_learners(env.seats_to_ego(actions))
         reward, present_before, done = env.advance(actions)
@@ -1805,7 +1805,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
     outputs = {**stack_steps(outputs), "value": torch.stack(values, 1)}
     episodes = stack_steps(episodes, 0)
     if probabilities:
-        episodes |= stack_steps(probabilities, 0)
+        episodes["probs"] = torch.stack(probabilities)
     return stack_steps(steps), outputs, episodes
 
 
@@ -2459,8 +2459,7 @@ def score_prediction(probs, action, weight):
 @torch.no_grad()
 def moa_metrics(args: Args, games: Games, networks: Networks, transitions: Transitions, episodes: dict):
     """How well MOA predicts the co-players' actions in fresh games, on every 8th step, beside the
-    best that can be known: their own probabilities (ceiling), and for rule-based players what
-    follows from their past (bayes) -> [M]"""
+    best that can be known: their own probabilities (ceiling) -> [M]"""
     env = games.env
     stride = min(transitions.done.shape[1], MOA_STRIDE)
     steps = tree_map(lambda x: x[:, stride - 1 :: stride].flatten(1, 2), transitions)
@@ -2472,20 +2471,15 @@ def moa_metrics(args: Args, games: Games, networks: Networks, transitions: Trans
     action = steps.joint[..., 1:].long()[..., None]
     weight = belief.present.float()
 
-    def by_learner(probs):  # [T / 8, B, N, 7] -> [M, n, K, 7]
-        each = [games.seats.to_learners(env.seats_to_ego(x))[:, :, 1:] for x in probs]
-        return torch.stack(each, 1).flatten(1, 2)
-
+    true_probs = [games.seats.to_learners(env.seats_to_ego(x))[:, :, 1:] for x in episodes["probs"]]
+    true_probs = torch.stack(true_probs, 1).flatten(1, 2)  # [M, n, K, 7]
     nll, top1 = score_prediction(predicted, action, weight)
-    ceiling_nll, ceiling_top1 = score_prediction(by_learner(episodes["probs"]), action, weight)
-    bayes_nll, bayes_top1 = score_prediction(by_learner(episodes["bayes_probs"]), action, weight)
+    ceiling_nll, ceiling_top1 = score_prediction(true_probs, action, weight)
     return {
         "moa/nll": nll,
         "moa/top1": top1,
         "moa/ceiling/nll": ceiling_nll,
         "moa/ceiling/top1": ceiling_top1,
-        "moa/bayes/nll": bayes_nll,
-        "moa/bayes/top1": bayes_top1,
         "omg/subgoal_norm": belief.goals.norm(dim=2).mean(1),
     }
 
@@ -3032,7 +3026,7 @@ def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> 
         return
     say(f"pretraining the models on rule-based games, {args.pretraining_updates} updates")
     metrics = pretrain(state.args, state, seeds, rank)
-    shown = ("moa/nll", "moa/bayes/nll", "moa/top1", "moa/bayes/top1", "wm/horizon")
+    shown = ("moa/nll", "moa/top1", "wm/horizon")
     texts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
     say(f"on fresh rule-based games: {', '.join(texts)}")
 

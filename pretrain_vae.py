@@ -478,7 +478,7 @@ def play_trajectories(env: StagHuntEnv, population: str) -> Trajectories:
     steps = []
     for _ in range(config.final_time):
         known = seats.action_probs(state)
-        bayes = seats.posterior_probs()
+        bayes = seats.posterior_probs(seats.posterior())
         actions = game.sample(known)
         after, _, acted, done = env.transition(state, actions)
         seats.update(actions, acted, done)

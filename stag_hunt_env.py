@@ -921,12 +921,13 @@ class Seats:
         """[B, N, P] which player of the population it is; of a learner the prior"""
         return self.log_posterior.exp()
 
-    def posterior_probs(self) -> Tensor:
-        """[B, N, 7] the best prediction of the next action; of a learner its own probabilities"""
+    def posterior_probs(self, posterior: Tensor) -> Tensor:
+        """[B, N, 7] the best prediction of an action by the posterior [B, N, P] before it; of a learner
+        its own probabilities"""
         if not self.has_rule_based:
             return self._probs
         of_population = self._table[:, :, : len(self.population)]
-        expected = (self.posterior()[..., None] * of_population).sum(2)
+        expected = (posterior[..., None] * of_population).sum(2)
         return torch.where((self.kinds == LEARNER)[..., None], self._probs, expected)
 
     def oracle_id(self) -> Tensor:

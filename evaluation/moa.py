@@ -55,6 +55,7 @@ def predict_step(run: Run, state: Seated) -> Predictions:
         return seats.to_learners(env.seats_to_ego(x))[:, :, 1:]
 
     kind = about_others(seats.kinds.clone())
+    posterior = seats.posterior()
     transitions, outputs, episodes = play(run, state, 1)
     check_decisions(run.path, outputs["log_probs"])
     step = tree_map(lambda x: x[:, 0], transitions)
@@ -68,7 +69,7 @@ def predict_step(run: Run, state: Seated) -> Predictions:
     return Predictions(
         moa=predicted[present],
         ceiling=about_others(episodes["probs"][0])[present],
-        bayes=about_others(episodes["bayes_probs"][0])[present],
+        bayes=about_others(seats.posterior_probs(posterior))[present],
         action=step.joint[..., 1:].long()[present],
         kind=kind[present],
         seed=seed.expand_as(present)[present],

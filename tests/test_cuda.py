@@ -175,7 +175,7 @@ def test_seats_never_wait_for_the_host_and_can_be_captured(config):
 
     def step():
         actions = sample(seats.action_probs(env.state, learner_probs))
-        seats.posterior_probs()
+        seats.posterior_probs(seats.posterior())
         seats.oracle_id()
         _, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)

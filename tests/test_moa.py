@@ -141,10 +141,8 @@ def test_a_kind_counts_only_its_own_steps_and_only_those_on_the_board(tmp_path, 
 MEASURED = (  # our names, the script's
     ("NLL", "nll"),
     ("NLL ceiling", "ceiling/nll"),
-    ("NLL Bayes", "bayes/nll"),
     ("top-1", "top1"),
     ("top-1 ceiling", "ceiling/top1"),
-    ("top-1 Bayes", "bayes/top1"),
 )
 
 
@@ -163,9 +161,15 @@ def test_what_is_said_is_the_script_s(tmp_path):
     state.games.seats.load_state_dict(kept)
     state.games.history.copy_(history)
     state.games.last_joint.copy_(last_joint)
+    env, seats = state.games.env, state.games.seats
+    rules = [game.PLAYER_PROBS[name](env, env.state, game.ALL_SEATS) for name in seats.population]
+    expected = (seats.posterior()[..., None] * torch.stack(rules, 2)).sum(2)  # [B, N, 7]
     transitions, _, episodes = runs.play(run, state, 1)
+    there = transitions.board[:, 0, :, 1:3] < CONFIG.num_cells
+    expected = torch.where((seats.kinds == LEARNER)[..., None], episodes["probs"][0], expected)
+    torch.testing.assert_close(part.bayes, seats.to_learners(env.seats_to_ego(expected))[:, :, 1:][there])
     found = run.script.moa_metrics(state.args, state.games, state.networks, transitions, episodes)
-    present = (transitions.board[:, 0, :, 1:3] < CONFIG.num_cells).sum((1, 2))  # of each learner
+    present = there.sum((1, 2))  # of each learner
     assert len(part.action) == int(present.sum())
     scores = moa.scores(part)
     for ours, theirs in MEASURED:

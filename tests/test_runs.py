@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
 
 CHARTS = ["charts/SPS", "charts/learning_rate", "charts/episodic_return", "charts/stag_share", "losses/value_loss"]
 PPO_KEYS = ["losses/explained_variance", "real/value_mean", "per_agent/value_loss_real/learner_2"]
-OMG_KEYS = ["moa/nll", "moa/bayes/top1", "omg/kl", "losses/moa", "per_agent/moa_nll/learner_2"]
+OMG_KEYS = ["moa/nll", "moa/ceiling/top1", "omg/kl", "losses/moa", "per_agent/moa_nll/learner_2"]
 HOPPLUS_KEYS = ["wm/exact_match/4", "wm/payoff_match/1", "imagined/value_mean", "losses/world_model"]
 KEYS = {  # a few of each method, and how many there are at least
     "ppo": (PPO_KEYS, 25),

@@ -57,7 +57,7 @@ def play(env, seats, steps):
         if seats.num_learners and not seats.watch:
             learner_probs = seats.to_learners(PLAYER_PROBS["random"](env, state, ALL_SEATS))
         probs = seats.action_probs(state, learner_probs)
-        expected, actions = seats.posterior_probs(), sample(probs)
+        expected, actions = seats.posterior_probs(posterior), sample(probs)
         _, _, present, done = env.step(actions)
         seats.update(actions, present, done)
         yield Step(
@@ -146,7 +146,7 @@ def test_without_rule_based_players_nothing_is_computed(monkeypatch):
     seats._rules = None
     learner_probs = torch.rand(3, 3, 7)
     probs = seats.action_probs(env.state, learner_probs)
-    assert torch.equal(probs, learner_probs.movedim(0, 1)) and seats.posterior_probs() is probs
+    assert torch.equal(probs, learner_probs.movedim(0, 1)) and seats.posterior_probs(seats.posterior()) is probs
     seats.update(
         torch.zeros(3, 3, dtype=torch.int64), torch.ones(3, 3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
     )
