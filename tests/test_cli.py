@@ -225,6 +225,15 @@ def test_a_game_is_shown_and_written_to_a_gif(tmp_path):
         assert gif.n_frames > 1 and gif.size[0] == 4 * 108
 
 
+def test_the_seed_decides_which_board_is_shown(capsys):
+    boards = []
+    for seed in (1, 2, 3, 1):
+        config = StagHuntConfig(final_time=1)
+        stag_hunt_env.main(stag_hunt_env.Args(seed=seed, seats="random,random,random,random", config=config))
+        boards.append(capsys.readouterr().out.partition("t=0/")[0])
+    assert boards[0] == boards[3] and len(set(boards)) == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags of any script
 

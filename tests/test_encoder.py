@@ -1,5 +1,7 @@
 """The board encoder: sums of table rows, and both ways to their gradient"""
 
+import dataclasses
+
 import hopplus_mcts
 import hopplus_ppo
 import pretrain_vae
@@ -106,6 +108,17 @@ def test_a_player_sees_where_on_the_board_it_stands(script):
     board[0, :, 0] = torch.arange(cells + 1)
     features = script.BoardEncoder(CONFIG, 8)(board, torch.zeros(1, cells + 1, 1))
     assert len(features[0].unique(dim=0)) == cells + 1
+
+
+@every_script
+def test_a_single_piece_of_wall_is_seen(script):
+    """Else with --max-wall-pieces 1 all networks would be blind to walls"""
+    torch.manual_seed(0)
+    cells = CONFIG.num_cells
+    encoder = script.BoardEncoder(dataclasses.replace(CONFIG, max_wall_pieces=1), 8)
+    board = boards()[:, :1].expand(1, cells, -1)
+    features = encoder(board, torch.eye(cells)[None])
+    assert len(features[0].unique(dim=0)) == cells
 
 
 @pytest.mark.cuda

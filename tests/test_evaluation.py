@@ -613,6 +613,16 @@ def test_the_gif_shows_who_does_what(tmp_path, monkeypatch):
     assert (tmp_path / "evaluation_nearest_hare-learner-waiting.gif").stat().st_size > 1000
 
 
+def test_the_gif_is_of_one_seed_with_everybody_in_its_own_seat(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(evaluate, "film", lambda run, state, path: (shown.append(state), path.touch()))
+    args = read(evaluate, untrained(tmp_path), "--games", 2, "--seats", "learner,random,learner")
+    evaluate.main(args)
+    (state,) = shown
+    of_first_seed = {name: p[[0, 2]] for name, p in args.run.networks["policy"].items()}
+    assert equal(state.networks.policy.state_dict(), of_first_seed)
+
+
 def test_two_seeds_give_an_interval_over_games_and_three_one_over_seeds():
     first, second, third = [1.0, 3.0, 2.0, 2.0], [5.0, 5.0, 7.0, 7.0], [3.0, 3.0, 3.0, 3.0]
     mean, half, over = runs.interval_of_places([first])

@@ -732,6 +732,16 @@ def test_events_are_summed_as_one_by_one(decay):
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-5)
 
 
+def test_what_later_steps_read_in_a_history_trains_q_phi():
+    """Its encoder too, whose features of earlier steps are in the events"""
+    state = make_state("ppo-omg")
+    histories = encode(state, play(state, 8)[0])
+    histories[:, -1].sum().backward()
+    params = state.networks.inference.params
+    learned = {name for name, p in params.items() if p.grad is not None and p.grad.any()}
+    assert learned == {name for name in params if name.startswith(("encoder.", "events."))}
+
+
 @pytest.mark.parametrize("discount", [0.0, 0.9])
 def test_histories_along_a_window_are_those_of_the_rollout(discount):
     state = make_state("ppo-omg", memory_discount=discount, num_envs=8, history_reset_prob=0.5)
@@ -759,13 +769,16 @@ def test_divergence_and_samples_of_subgoals():
     args = make_args(goal_kind="discrete", goal_dim=6)
     torch.manual_seed(1)
     logits = q[:1].expand(20_000, 6).clone().requires_grad_()
-    drawn = hop.sample_goal("discrete", logits, hop.goal_noise(args, 20_000, device=CPU))
+    noise = hop.goal_noise(args, 20_000, device=CPU)
+    drawn = hop.sample_goal("discrete", logits, noise)
     assert ((drawn - drawn.round()).abs() < 1e-5).all() and torch.allclose(drawn.sum(1), torch.ones(20_000))
     torch.testing.assert_close(
         drawn.mean(0), category[0].probs[0], atol=0.02, rtol=0
     )  # Gumbel noise draws from softmax
-    drawn[:, 0].sum().backward()
-    assert (logits.grad != 0).any(), "gradients pass straight through"
+    (gradient,) = torch.autograd.grad(drawn[:, 0].sum(), logits)
+    soft = ((logits + noise) / 0.5).softmax(1)
+    (expected,) = torch.autograd.grad(soft[:, 0].sum(), logits)
+    torch.testing.assert_close(gradient, expected)  # straight through, at temperature 0.5
     torch.manual_seed(1)
     drawn = hop.goal_noise(make_args(), 5000, device=CPU)
     assert drawn.shape == (5000, 4) and abs(float(drawn.mean())) < 0.03 and abs(float(drawn.std()) - 1) < 0.03
@@ -1048,6 +1061,24 @@ def test_moa_reads_subgoals_of_the_same_game_now_or_earlier(monkeypatch):
     for age in (1, 2, 3):
         own = equal[:, clock, clock][(ages == age).expand(3, 14, 64, 2)].float().mean()
         assert own == pytest.approx(0.5 + 0.5 / (age + 1), abs=0.06)
+
+
+@pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
+@pytest.mark.parametrize(("reader", "speaker"), [("moa", "inference"), ("moa_prior", "prior")])
+def test_subgoals_are_shaped_by_the_actions_that_they_tell(reader, speaker, goal_kind):
+    """A MOA's cross-entropy moves the network that names the subgoal: another MOA moves it elsewhere"""
+    state = make_state("ppo-omg", goal_kind=goal_kind, num_envs=16)
+    add_moa_prior(state)
+    w, _, _ = play(state, 8)
+    head = [p for name, p in getattr(state.networks, speaker).params.items() if name.startswith("head.")]
+    gradients = []
+    for factor in (0.0, 100.0):
+        getattr(state.networks, reader).params["head.4.weight"].data.mul_(1 + factor)
+        torch.manual_seed(5)
+        given = state.args, state.games.env, state.networks, w, 0.0
+        loss = hop.opponent_model_losses(*given, pretraining=True)["loss"]
+        gradients.append(torch.autograd.grad(loss.sum(), head))
+    assert all((one != other).flatten(1).any(1).all() for one, other in zip(*gradients, strict=True))
 
 
 def test_hindsight_is_what_moa_reads_in_a_share_of_its_training(monkeypatch):

@@ -239,6 +239,18 @@ def test_imagined_co_players_are_drawn_from_moa():
     torch.testing.assert_close(both, independent, atol=0.03, rtol=0)
 
 
+def test_imagined_actions_of_the_learner_are_drawn_from_its_policy():
+    """Not its likeliest ones: each as often as the policy says"""
+    state = make_state(num_envs=8)
+    start, _ = starts(state, 8)
+    first = hop.Transitions(*(x[:, :1].expand(-1, 2000, *x.shape[2:]) for x in start))
+    dream = imagined(state, first, torch.ones_like(first.done))
+    action, prob = dream["action"][:, 0], dream["log_prob"][:, 0].exp()
+    frequency = torch.nn.functional.one_hot(action, 7).float().mean(1)
+    torch.testing.assert_close(frequency.gather(1, action), prob, atol=0.05, rtol=0)
+    assert ((frequency > 0).sum(1) > 1).all()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 1.0])
 def test_a_share_of_the_imagined_games_starts_from_rule_based_ones(share, monkeypatch):
     """With its co-players' histories, so that their subgoals are inferred"""
@@ -338,6 +350,17 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
     horizon, metrics = measured(wrong_where_games_end)
     assert max(metrics["exact_match/1"]) < 0.9 and metrics["exact_match/4"] == [1, 1, 1]
     assert horizon == [0, 0, 0], "who is right later was not trusted before"
+
+
+def test_the_horizon_is_measured_on_games_of_all_places():
+    """Of more than 1024 not the first ones: with shared parameters, those are of the first seats"""
+    state = make_state()
+    w, _, _ = play(state, 1)
+    many = hop.Transitions(*(x.repeat_interleave(512, 2) for x in w))  # 2048 games
+    many.next_board[:, :, 1024:] = wrong(many.next_board[:, :, 1024:])
+    networks = state.networks._replace(world=TrueWorld(state.games.env))
+    _, metrics = hop.measure_horizon(state.args, networks, many)
+    assert metrics["wm/exact_match/1"].tolist() == [0.5] * 3
 
 
 def test_imagination_waits_until_the_world_model_is_good():
@@ -605,6 +628,22 @@ def test_the_critic_learns_from_imagined_samples_only_if_asked_to(data):
     assert (metrics_other["losses/value_loss_imagined"] > 100).all()
     changed = batch | {"advantage": torch.where(batch["real"] > 0, batch["advantage"], 3.0)}
     assert not torch.equal(hop.ppo_loss(args, state.networks.policy, changed)[0], loss), "the actor learns from both"
+
+
+def test_the_actor_learns_from_imagined_samples_that_the_critic_does_not_read():
+    """--critic-data real: they stay in the batch, also on a CPU, where rows that nobody counts are left out"""
+    args = make_args(critic_data="real")
+    found = []
+    for sign in (1, -1):
+        policy, optimizer = new_policy(args)
+        batch = ppo_batch(args, policy)
+        batch["real"] = (torch.arange(24) % 2).float().expand(2, -1)
+        batch["critic_weight"] = batch["weight"] * batch["real"]
+        batch["advantage"] = torch.where(batch["real"] > 0, batch["advantage"], sign * batch["advantage"])
+        torch.manual_seed(4)
+        hop.ppo_update(args, policy, optimizer, batch)
+        found.append(policy.state_dict()["actor.weight"])
+    assert (found[0] != found[1]).flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.8, 1.0])

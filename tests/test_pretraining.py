@@ -146,6 +146,16 @@ def test_the_world_models_learning_rate_falls_along_a_cosine(tmp_path, monkeypat
     assert [line["charts/learning_rate"] for line in lines_of(folder)] == pytest.approx(expected[1::2], rel=1e-2)
 
 
+def test_the_vaes_learning_rate_falls_once_along_a_cosine(tmp_path, monkeypatch, no_pictures):
+    """In the whole run, not in each epoch"""
+    rates = record_learning_rates(monkeypatch)
+    vae.main(tiny(vae, tmp_path, num_samples=200, epochs=2, batch_size=16, learning_rate=0.01))
+    (rates,) = rates
+    steps = len(rates)
+    assert steps >= 4
+    assert rates == pytest.approx([0.005 * (1 + math.cos(math.pi * i / steps)) for i in range(steps)])
+
+
 @both
 def test_a_picture_never_costs_a_run(script, tmp_path, monkeypatch, no_pictures, capsys):
     monkeypatch.setattr(script, "draw_pictures", lambda *_: 1 / 0)
@@ -169,6 +179,15 @@ def test_hopplus_starts_from_these_checkpoints(tmp_path, runs):
         for name in names:
             for key, ours in getattr(state.networks, name).state_dict().items():
                 assert torch.equal(ours, saved[name][key].repeat_interleave(3, 0)), (name, key)
+
+
+def test_a_vae_of_other_prey_is_refused(tmp_path, runs):
+    """One stag and 3 hares, or 2 and 2: its tables have as many rows"""
+    config = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
+    flags = {"vae_checkpoint": runs[vae][1]["checkpoint"], "subgoal_hidden": 8, "goal_dim": 4, "num_envs": 4}
+    args = hopplus_ppo.make_args(device="cpu", config=config, run_dir=str(tmp_path), **flags)
+    with pytest.raises(game.UserError, match="does not fit: num_stags 1, here 2"):
+        hopplus_ppo.main(args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

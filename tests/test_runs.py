@@ -134,6 +134,17 @@ def test_what_a_run_leaves_behind(method, runs):
     assert rates == pytest.approx([x * args.learning_rate for x in (1, 0.7, 0.4)])
 
 
+def test_histograms_are_of_the_samples_that_count(runs):
+    for folder in folders_of(runs["hopplus"][0]):
+        events = EventAccumulator(str(folder), {"histograms": 0}).Reload()
+        rows = {line["steps"]: line for line in lines_of(folder)}
+        for kind, quantity in itertools.product(("real", "imagined"), ("reward", "returns", "value")):
+            for event in events.Histograms(f"{kind}/{quantity}"):
+                of_each_learner = rows[event.step][f"{kind}/samples"]
+                assert event.histogram_value.num == pytest.approx(3 * of_each_learner)
+        assert min(row["real/samples"] for row in rows.values()) < 32, "somebody has left"
+
+
 def test_every_metric_is_logged_under_its_name(tmp_path, monkeypatch):
     """Those of the finished games as charts"""
     measured, add = set(), hop.MetricSums.add
@@ -903,6 +914,7 @@ def test_settings_by_method_device_and_board(script, method, device, size, monke
     found += args.num_minibatches, args.policy_hidden, args.watched_starts
     assert found == SETTINGS[method, device, size]
     assert (args.critic_data, args.imagined_weight, args.trust_exact_match, args.unsteady) == ("mixed", 1, 0.99, 0.5)
+    assert args.kl_coef == 1e-3, "with 0.01 subgoals collapse, as --help says"
     models = args.subgoal_updates, args.subgoal_batch_size, args.wm_updates, args.wm_batch_size
     models += args.pretraining_updates, args.pretraining_games
     assert models == ((1, 8, 2, 256, 200, 64) if device == "cpu" else (4, 64, 4, 1024, 800, 1024))

@@ -358,6 +358,15 @@ def test_one_step_ahead_tries_each_legal_action_once(root, trees):
     compare(args, model, roots, NUM_ACTIONS)
 
 
+def test_one_step_ahead_asks_for_no_simulations():
+    """All legal actions are tried, however few --num-simulations there are"""
+    state = make_state(planner="one-step", num_simulations=2, num_envs=8)
+    steps, outputs, *_ = play(state, 8)
+    there = steps.board[..., 0] < CONFIG.num_cells
+    expected = state.args.num_trees * (outputs["legal"] & there[..., None])
+    assert torch.equal(outputs["visits"].long(), expected) and (expected[..., HUNT_HARE] > 0).any()
+
+
 GROWN = (  # what the search writes into a tree
     "visits",
     "returns",
@@ -1222,7 +1231,9 @@ def test_learners_play_what_they_searched(changes):
         assert torch.equal(outputs["visits"][:, t], plan.visits)
         assert torch.equal(outputs["q"][:, t], plan.q)
         assert torch.equal(outputs["search"][:, t], plan.stats)
-        assert torch.equal(search.position.board, steps.board[:, t])
+        for name in ("board", "time", "first_hunt", "last_joint"):
+            root = getattr(search.position, name)
+            assert torch.equal(root, getattr(steps, name)[:, t].to(root.dtype)), name
         assert (plan.played.gather(2, steps.joint[:, t, :, :1].long()) > 0).all()
         assert (plan.played[~legal] == 0).all() and (plan.visits[~legal] == 0).all(), "only legal actions are played"
         assert (plan.log_probs.exp()[~legal] == 0).all()
@@ -1325,6 +1336,9 @@ def test_the_policy_learns_what_the_search_found():
     probs = batch["log_probs"].exp()
     entropy = weighted_mean(-(probs * probs.clamp(min=1e-30).log()).sum(2), batch["weight"])
     assert (cross_entropy(state, batch) - before < -0.3 * (before - entropy)).all()
+    bonus, _ = learned(state, batch, **ONCE, ent_coef=0.5)
+    without, _ = learned(state, batch, **ONCE, ent_coef=0.0)
+    assert not same_weights(bonus, without), "what is distilled earns its entropy too"
     # What PPO would read changes nothing, even where the action was one that the search hardly ever plays.
     nonsense = {
         **batch,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree
 from test_imagination import TrueWorld, wrong
-from tiny_hopplus import make_args, make_state, play, train, watch_networks
+from tiny_hopplus import encode, make_args, make_state, play, train, watch_networks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The optimiser
@@ -43,6 +43,22 @@ def test_it_is_torchs_adam():
         torch.testing.assert_close(p, q, atol=1e-7, rtol=1e-6)
     assert torch.equal(ours[2], torch.ones(2))
     torch.testing.assert_close(adam.state[ours[0]]["exp_avg_sq"], reference.state[theirs[0]]["exp_avg_sq"])
+
+
+def test_small_gradients_of_the_policy_count_little():
+    """PPO's Adam adds 1e-5 where it divides by a gradient's size, that of the models 1e-8"""
+    state = make_state()
+    for name, params, share in (
+        ("policy", state.networks.policy.parameters(), 0.5),
+        ("opponents", state.networks.moa.parameters(), 1.0),
+        ("world", state.networks.world.parameters(), 1.0),
+    ):
+        before = [p.detach().clone() for p in params]
+        loss = 1e-5 * sum(p.flatten(1).sum(1) for p in params)
+        hop.optimizer_step(state.optimizers[name], loss, 1.0)
+        rate = float(state.optimizers[name].param_groups[0]["lr"])
+        for p, old in zip(params, before, strict=True):
+            torch.testing.assert_close(old - p, torch.full_like(p, share * rate), atol=1e-6, rtol=5e-3, msg=name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,10 +165,11 @@ def prepared(monkeypatch, **changes):
 
 
 def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeypatch):
-    """Each learner starts from a copy of its seed's. The first rate of each model is twice the second."""
+    """Each learner starts from a copy of its seed's. The first rate of each model is twice the second, and all updates
+    that were asked for are made"""
     before, moa_prior_before = prepared(monkeypatch, pretraining_updates=0)
     rates = record_learning_rates(monkeypatch)
-    after, moa_prior = prepared(monkeypatch, pretraining_updates=20)
+    after, moa_prior = prepared(monkeypatch, pretraining_updates=21)
     assert all((x != moa_prior_before[key]).flatten(1).any(1).all() for key, x in moa_prior.items())
     assert set(after) == {"policy", "prior", "inference", "moa", "world"}
     for name in ("prior", "inference", "moa", "world"):
@@ -165,14 +182,27 @@ def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeyp
     assert same_tree(before["policy"], after["policy"])
     assert len(rates) == 2
     opponents, world = rates
-    assert opponents == pytest.approx([3e-3] * 10 + [1.5e-3] * 10)
-    assert world == pytest.approx([2e-3] * 10 + [1e-3] * 10)
+    assert opponents == pytest.approx([3e-3] * 10 + [1.5e-3] * 11)
+    assert world == pytest.approx([2e-3] * 10 + [1e-3] * 11)
 
 
 def test_the_preparation_watches_as_many_games_as_asked(monkeypatch):
     changes = {"method": "ppo-omg", "pretraining_updates": 1}
     few, many = (prepared(monkeypatch, pretraining_games=n, **changes)[0]["moa"] for n in (2, 8))
     assert not same_tree(few, many)
+
+
+def test_the_first_watched_games_are_seen_with_the_pretrained_weights():
+    """The second rollout begins with the histories that the present networks make of the first"""
+    state = make_state("ppo-omg", num_envs=16, history_reset_prob=0.0)
+    hop.pretrain(state.args, state, [1], 0)
+    first, second = (hop.Transitions(*(x[slot] for x in state.watched.replay.data)) for slot in (0, 1))
+    steps = state.args.num_steps
+    first = first._replace(history=first.history.expand(-1, steps, -1, -1, -1))
+    following = second._replace(history=second.history.expand(-1, steps, -1, -1, -1))
+    both = hop.Transitions(*(torch.cat([x, y], 1) for x, y in zip(first, following, strict=True)))
+    expected = encode(state, both)[:, steps]
+    torch.testing.assert_close(second.history[:, 0].float(), expected, atol=0.1, rtol=0.02)  # half precision
 
 
 # ---------------------------------------------------------------------------------------------------------------------

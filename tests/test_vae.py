@@ -156,7 +156,10 @@ def test_targets_are_what_the_observer_sees(config):
     assert torch.equal(planes(config, batch.board, batch.walls)[0].flatten(1), seen)
 
 
-@every_case
+SQUARE_WITH_WALLS = Config(height=4, width=4, num_players=2, num_hares=2, max_wall_pieces=2, final_time=8)
+
+
+@pytest.mark.parametrize("config", [*PRETRAINING_CASES.values(), SQUARE_WITH_WALLS], ids=[*PRETRAINING_CASES, "square"])
 def test_symmetries_commute_with_the_game(config):
     env = StagHuntEnv(config, 20, "cpu", 1)
     _, games = record_games(env, vae.play_trajectories, PLAYERS)
@@ -445,6 +448,15 @@ def test_classifier_metrics_by_hand():
     assert math.isnan(figures["recall/5"])
 
 
+def test_who_is_nearly_as_likely_shares_the_guess():
+    """Within 0.1: else the order of the actions would decide who is right"""
+    probs = np.zeros((2, 7))
+    probs[0, [1, 2, 3]] = 0.48, 0.4, 0.12
+    probs[1, [1, 2, 3]] = 0.5, 0.38, 0.12
+    confusion = vae.confusion_matrix(probs, np.array([2, 3]))
+    assert confusion[2].tolist() == [0, 0.5, 0.5, 0, 0, 0, 0] and confusion[3].tolist() == [0, 1, 0, 0, 0, 0, 0]
+
+
 def test_interval():
     mean, half = vae.interval([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
@@ -495,7 +507,8 @@ def test_goals_are_drawn_from_their_distributions():
     params = torch.randn(50, 5, requires_grad=True)
     noise, weight = vae.goal_noise(args, 50, device="cpu"), torch.randn(50, 5)
     (ours,) = torch.autograd.grad((vae.sample_goal("discrete", params, noise) * weight).sum(), params)
-    assert ours.abs().sum() > 1, "straight through"
+    (expected,) = torch.autograd.grad((((params + noise) / 0.5).softmax(1) * weight).sum(), params)
+    assert torch.allclose(ours, expected, atol=1e-6) and ours.abs().sum() > 1, "straight through, at temperature 0.5"
     params = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.0, -2.0, 1.0, -6.0])
     goals = vae.sample_goal("continuous", params, vae.goal_noise(small_args(), 20_000, device="cpu"))
     assert torch.allclose(goals.mean(0), params[:4], atol=0.05)
