@@ -422,9 +422,6 @@ def validate(args: Args) -> StagHuntConfig:
         refuse(only_imagined, "--ppo-real-ratio 0 needs --critic-data mixed")
         too_far = args.imagination_horizon > args.num_steps
         refuse(too_far, f"--imagination-horizon is measured on --num-steps {args.num_steps}")
-    unseen = needs_world_model(args) and config.prosocial
-    instead = "--no-imagination, --search-model env"
-    refuse(unseen, f"--prosocial rewards depend on more than the world model sees: {instead}")
     if not needs_world_model(args):
         unread = args.world_model_checkpoint is not None
         refuse(unread, "--world-model-checkpoint needs --imagination or search with it")
@@ -1655,9 +1652,8 @@ def exited(config: StagHuntConfig, board, next_board) -> torch.Tensor:
 
 
 def learner_mask(config: StagHuntConfig, board) -> torch.Tensor:
-    """bool [...]: does the step count? The learner is on the board (prosocial: or has left it)."""
-    present = board[..., 0] < config.num_cells
-    return torch.ones_like(present) if config.prosocial else present
+    """bool [...]: does the step count? The learner is on the board."""
+    return board[..., 0] < config.num_cells
 
 
 def shape_reward(args: Args, config: StagHuntConfig, reward, board, joint, next_board):
@@ -2169,9 +2165,8 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     ended, first_hunt"""
     taken = (next_board != board)[..., config.num_players :].any(-1)
     first_hunt = torch.where(taken & (first_hunt < 0), time_next, first_hunt)
-    earning = config.num_players if config.prosocial else 1  # who has left earns no more, unless all share
-    ended = (next_board[..., :earning] == config.num_cells).all(-1)
-    ended = ended | (time_next >= config.final_time)
+    left = next_board[..., 0] == config.num_cells  # who has left earns no more
+    ended = left | (time_next >= config.final_time)
     if config.steps_after_first_hunt is not None:
         ended |= (first_hunt >= 0) & (time_next - first_hunt >= config.steps_after_first_hunt)
     return ended, first_hunt
@@ -2330,15 +2325,13 @@ def real_samples(args: Args, config: StagHuntConfig, transitions: Transitions, o
     board = transitions.board
     next_board = transitions.next_board
     action = transitions.joint[..., 0].long()
-    ended = transitions.done
-    if not config.prosocial:
-        ended = ended | exited(config, board, next_board)[..., 0]
+    left = exited(config, board, next_board)[..., 0]
     return {
         **outputs,
         "action": action,
         "log_prob": outputs["log_probs"].gather(3, action[..., None])[..., 0],
         "reward": shape_reward(args, config, transitions.reward, board, transitions.joint, next_board),
-        "ended": ended,
+        "ended": transitions.done | left,
         "mask": learner_mask(config, board),
     }
 

@@ -50,7 +50,7 @@ KEYS = {  # in it
     "seconds": float,
     "folders": list,
 }
-RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths", "prosocial")
+RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths")
 MAY_CHANGE = ("num_updates", "log_every")  # when a run is resumed
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
@@ -151,7 +151,6 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.population_names(args.population)
-    refuse(config.prosocial and not pixel, "--prosocial rewards depend on the whole board: --wm-head pixel")
     weights = args.wm_channel_weights
     if weights is not None:
         planes = config.observation_shape[0]

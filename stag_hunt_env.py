@@ -11,11 +11,11 @@ do not block each other, and all act at the same moment. An illegal action acts 
 * 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
 A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that
-a player begins on the board. `prosocial` gives every player, also those who left, the mean reward
-of all. The game ends when everyone has left, at `final_time`, or `steps_after_first_hunt` steps
-after the first catch. Players see the clock, so each of these is a true end: never bootstrap from
-the state after it. At reset up to `max_wall_pieces` walls of 3 or 4 cells are laid, straight or
-L-shaped; one that would overlap, cut the free cells in two or leave too little room is left out.
+a player begins on the board. The game ends when everyone has left, at `final_time`, or
+`steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these is a
+true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4
+cells are laid, straight or L-shaped; one that would overlap, cut the free cells in two or leave too
+little room is left out.
 
 A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of
 zeros and ones, in its **ego order**: plane k < num_players shows player i seat (i + k) mod
@@ -128,7 +128,6 @@ class StagHuntConfig:
     hare_reward: Reward = 1.0  # paid for a hare, shared by the party
     time_reward: Reward = 0.0  # added for each step that a player begins on the board
     strengths: tuple[float, ...] | None = None  # each seat's weight when a party shares its prey (None: equal)
-    prosocial: bool = False  # give every player the mean reward of all
     max_wall_pieces: Whole = 0  # wall pieces tried at each reset
     steps_after_first_hunt: Whole | None = None  # end the game this many steps after the first catch (None: do not)
     permute_ids: bool = False  # deal the starting cells to the seats again, in random order, at every reset
@@ -176,20 +175,6 @@ class StagHuntConfig:
     @cache  # noqa: B019, a run has one config
     def payoffs(self) -> dict[float, str]:
         """Every reward that a player on the board can get in one step -> none, hare or stag paid it"""
-        payoffs = self._prosocial_payoffs() if self.prosocial else self._party_payoffs()
-        payoffs.reverse()  # of equal rewards the first counts
-        return {float(np.float32(reward)): paid for reward, paid in payoffs}
-
-    def _prosocial_payoffs(self):
-        payoffs = []
-        ranges = range(self.num_stags + 1), range(self.num_hares + 1), range(1, self.num_players + 1)
-        for stags, hares, active in itertools.product(*ranges):
-            total = stags * self.stag_reward + hares * self.hare_reward + active * self.time_reward
-            paid = "stag" if stags else "hare" if hares else "none"
-            payoffs.append((total / self.num_players, paid))
-        return payoffs
-
-    def _party_payoffs(self):
         hares = []
         stags = []
         for size in range(1, self.num_players + 1):
@@ -200,7 +185,9 @@ class StagHuntConfig:
                         hares.append((share * self.hare_reward + self.time_reward, "hare"))
                     if self.num_stags and size > 1:
                         stags.append((share * self.stag_reward + self.time_reward, "stag"))
-        return [(self.time_reward, "none"), *hares, *stags]
+        payoffs = [(self.time_reward, "none"), *hares, *stags]
+        payoffs.reverse()  # of equal rewards the first counts
+        return {float(np.float32(reward)): paid for reward, paid in payoffs}
 
 
 class State(NamedTuple):
@@ -389,7 +376,7 @@ class StagHuntEnv:
         hunting = self._on_prey(state) & (actions[..., None] == self.hunt_action)  # [B, N, P]
         caught = hunting.sum(1) >= self.party_needed  # [B, P]
         success = hunting & caught[:, None]  # [B, N, P]
-        reward = self._reward(active, hunting, caught, success)
+        reward = self._reward(active, hunting, success)
 
         clock = state.time + (~ended).to(torch.int32)
         is_first = caught.any(1) & (state.first_hunt < 0)
@@ -404,16 +391,11 @@ class StagHuntEnv:
         )
         return next_state, reward, active, self.game_over(next_state)
 
-    def _reward(self, active, hunting, caught, success):  # [B, N]
-        config = self.config
-        if config.prosocial:
-            for_prey = (caught * self.prey_value).sum(1)
-            total = for_prey + active.sum(1) * config.time_reward
-            return (total / config.num_players)[:, None].repeat(1, config.num_players)
+    def _reward(self, active, hunting, success):  # [B, N]
         party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
         party = torch.where(party > 0, party, 1.0)
         share = success * (self.strengths * self.prey_value) / party
-        return share.sum(2) + active * config.time_reward
+        return share.sum(2) + active * self.config.time_reward
 
     def game_over(self, state: State) -> Tensor:
         """bool [B]"""
@@ -1141,7 +1123,7 @@ class StagHuntParallelEnv(ParallelEnv):
     """PettingZoo wrapper. Agents are the learners among `seats` (default: all seats). The game is set
     by `config`, by a dict of its fields or by the fields: StagHuntParallelEnv(height=5). Who has left
     stays an agent, with one legal action. The end is a termination, never a truncation; it also comes
-    once all agents have left, unless `prosocial`. The rules stand here once more in plain Python, ten
+    once all agents have left. The rules stand here once more in plain Python, ten
     times faster than torch on a batch of one; a test compares."""
 
     metadata: ClassVar = {"name": "stag_hunt_v0", "render_modes": list(RENDERERS), "render_fps": 4}
@@ -1196,8 +1178,6 @@ class StagHuntParallelEnv(ParallelEnv):
             needed = 2 if prey < self.config.num_stags else 1
             if len(party) >= needed:
                 self._catch(prey, party, rewards)
-        if self.config.prosocial:
-            rewards = [sum(rewards) / len(rewards)] * len(rewards)
         for i, reward in enumerate(rewards):
             self.returns[i] += reward
 
@@ -1277,8 +1257,7 @@ class StagHuntParallelEnv(ParallelEnv):
 
     def _is_over(self):
         game = self.game
-        players = range(len(self.seats)) if self.config.prosocial else self.seat.values()
-        everybody_left = not any(game.present[i] for i in players)
+        everybody_left = not any(game.present[i] for i in self.seat.values())
         limit = self.config.steps_after_first_hunt
         late = limit is not None and 0 <= game.first_hunt <= game.time - limit
         return game.time >= self.config.final_time or everybody_left or late
@@ -1336,7 +1315,7 @@ class StagHuntParallelEnv(ParallelEnv):
 
 class StagHuntGymEnv(gymnasium.Env):
     """Gymnasium wrapper `StagHunt-v0`: one seat is the learner's, rule-based players sit in the others.
-    The episode ends when the learner has left, unless `prosocial`. Arguments as above:
+    The episode ends when the learner has left. Arguments as above:
     gymnasium.make("stag_hunt_env:StagHunt-v0", height=5)."""
 
     metadata: ClassVar = {"render_modes": list(RENDERERS), "render_fps": 4}

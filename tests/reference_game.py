@@ -78,7 +78,7 @@ def step(config, game, actions):
             game.position[seat] = options.get(actions[seat], game.position[seat])
 
     game.time += 1
-    rewards, shared_out = [np.float32(0)] * len(seats), 0.0
+    rewards = [np.float32(0)] * len(seats)
     strengths = config.strengths or (1.0,) * len(seats)
     for prey, party in hunting.items():
         is_stag = prey < config.num_stags
@@ -90,14 +90,9 @@ def step(config, game, actions):
             rewards[seat] = np.float32(strengths[seat] * value) / np.float32(together)
             game.present[seat] = False
         game.alive[prey] = False
-        shared_out += value
         if game.first_hunt < 0:
             game.first_hunt = game.time
-    if config.prosocial:
-        mean = np.float32(shared_out + config.time_reward * sum(acted)) / np.float32(len(seats))
-        rewards = [mean] * len(seats)
-    else:
-        rewards = [r + np.float32(config.time_reward) if on else r for r, on in zip(rewards, acted, strict=True)]
+    rewards = [r + np.float32(config.time_reward) if on else r for r, on in zip(rewards, acted, strict=True)]
     return rewards, acted, game_over(config, game)
 
 

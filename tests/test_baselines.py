@@ -318,14 +318,6 @@ def test_a_game_ends_for_the_learner_when_it_leaves():
     torch.testing.assert_close(batch["advantage"], theirs, atol=1e-6, rtol=0)
 
 
-def test_prosocial_learners_are_paid_after_they_left():
-    args = tiny(config=dataclasses.replace(CONFIG, prosocial=True))
-    _, _, batch, rest = played(args)
-    assert batch["mask"].all() and torch.equal(batch["ended"], rest["done"])
-    gone = batch["x"][..., 0] == NOWHERE
-    assert (batch["reward"][gone] > 0).any() and (batch["action"][gone] == STAY).all()
-
-
 def test_returns_are_those_of_games_that_ended():
     args = tiny()
     _, _, batch, rest = played(args, 0)

@@ -305,7 +305,7 @@ def test_flags_are_flat_and_start_from_the_defaults_that_are_given():
     config = dataclasses.replace(board, width=7)
     expected = TestArgs(num_envs=3, log=False, gamma=0.9, config=config, horizon=4, seats="learner,mixed")
     assert args == expected and type(args) is TestArgs
-    assert read("--log", log=False).log and read("--prosocial").config.prosocial
+    assert read("--log", log=False).log and read("--permute-ids").config.permute_ids
     assert read("--horizon None", horizon=3).horizon is None
     assert read("--strengths 1 2 3 4").config.strengths == (1, 2, 3, 4)
 

@@ -35,9 +35,7 @@ CONFIGS = [
     StagHuntConfig(
         height=3, width=5, num_players=3, final_time=5, strengths=(1, 2, 3), time_reward=-0.125, permute_ids=True
     ),
-    StagHuntConfig(
-        height=6, width=4, num_stags=2, max_wall_pieces=2, final_time=9, prosocial=True, steps_after_first_hunt=2
-    ),
+    StagHuntConfig(height=6, width=4, num_stags=2, max_wall_pieces=2, final_time=9, steps_after_first_hunt=2),
 ]
 GAMES, STEPS = 256, 25
 

@@ -54,13 +54,12 @@ CASES = {  # name: config, and what must have happened in its games besides ALWA
     "crowded": (Config(2, 3, num_players=4, num_stags=1, num_hares=1), {TWO_CATCHES, HARE_SHARED, STAG}),
     "strengths": (Config(strengths=(1, 2, 3, 0.5)), {TRIO, STAG, HARE_SHARED}),
     "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5), time_reward=-0.125), {STAG}),
-    "prosocial": (Config(height=3, width=5, num_players=3, prosocial=True, time_reward=-0.125), {STAG, TWO_CATCHES}),
-    "prosocial 7": (Config(4, 5, num_players=7, num_stags=2, prosocial=True, strengths=(1, 2, 3, 4, 5, 6, 7)), {TRIO}),
+    "7 players": (Config(4, 5, num_players=7, num_stags=2), {TRIO}),
     "time reward": (Config(time_reward=-0.01, final_time=10), {TIME_UP, STAG, HARE_SHARED}),
     "other values": (Config(stag_reward=7, hare_reward=-3, num_players=6, height=5), {STAG, HARE_SHARED}),
     "end at first hunt": (Config(steps_after_first_hunt=0, time_reward=0.25), {FIRST_HUNT, TWO_CATCHES}),
     "end after first hunt": (Config(5, num_players=6, steps_after_first_hunt=3), {FIRST_HUNT, EVERYONE_LEFT, GHOST}),
-    "prosocial early end": (Config(steps_after_first_hunt=3, prosocial=True, final_time=6), {FIRST_HUNT, TIME_UP}),
+    "early end": (Config(steps_after_first_hunt=3, final_time=6), {FIRST_HUNT, TIME_UP}),
     "permuted": (Config(height=3, width=4, permute_ids=True, strengths=(4, 3, 2, 1)), {STAG, HARE_SHARED}),
     "one step": (Config(height=2, width=5, final_time=1), {TIME_UP}),
     "walls": (Config(height=6, width=7, max_wall_pieces=3, final_time=18), {STAG, TIME_UP}),
@@ -174,7 +173,6 @@ def test_transition_is_the_plain_game(name, request):
         "8 players",
         "strengths",
         "strengths of 3",
-        "prosocial",
         "end after first hunt",
         "walls, 8 divides",
     ],
@@ -228,8 +226,6 @@ def test_payoffs_say_what_paid_them():
     assert Config(**two, hare_reward=5.0).payoffs() == {0.0: "none", 2.5: "hare", 5.0: "hare"}
     assert Config(**two, hare_reward=0.0, stag_reward=4.0).payoffs() == {0.0: "none", 2.0: "stag"}
     assert Config(**two, time_reward=-0.5).payoffs() == {-0.5: "none", 0.0: "hare", 0.5: "hare", 4.5: "stag"}
-    stags_as_hares = Config(num_players=2, num_hares=2, prosocial=True, stag_reward=2.0)
-    assert stags_as_hares.payoffs() == {0.0: "none", 0.5: "hare", 1.0: "hare", 1.5: "stag", 2.0: "stag"}
 
 
 def test_every_setting_is_covered():
@@ -239,9 +235,7 @@ def test_every_setting_is_covered():
     assert {c.num_cells % 8 == 0 for c in configs if c.max_wall_pieces} == {True, False}
 
 
-@pytest.mark.parametrize(
-    "name", ["4h1s", "tall", "crowded", "walls, little room", "one step", "end at first hunt", "prosocial"]
-)
+@pytest.mark.parametrize("name", ["4h1s", "tall", "crowded", "walls, little room", "one step", "end at first hunt"])
 def test_step_with_automatic_reset(name):
     config = CONFIGS[name]
     env, generator, seen = StagHuntEnv(config, 24, seed=3), seeded(4), Counter()

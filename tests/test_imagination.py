@@ -95,7 +95,6 @@ def test_what_the_world_model_learns_is_true():
     assert (losses["losses/world_model"] == 0).all() and (seen[0].reward != 0).any() and (seen[0].joint >= 5).any()
     mask = hop.learner_mask(TINY_CONFIG, seen[0].board)
     assert torch.equal(mask, on_board(TINY_CONFIG, seen[0].board[..., 0])) and 0 < mask.float().mean() < 1
-    assert hop.learner_mask(dataclasses.replace(TINY_CONFIG, prosocial=True), seen[0].board).all()
 
 
 def test_world_model_ignores_steps_without_the_learner(monkeypatch):
@@ -476,18 +475,14 @@ def test_advantages_against_plain_python(gae_lambda):
     assert cuts > 20
 
 
-@pytest.mark.parametrize("prosocial", [False, True])
-def test_real_samples_count_while_their_learner_can_earn(prosocial):
-    config = dataclasses.replace(TINY_CONFIG, prosocial=prosocial)
-    state = make_state("ppo", config=config, num_envs=16)
+def test_real_samples_count_while_their_learner_can_earn():
+    state = make_state("ppo", num_envs=16)
     w, out, _ = play(state, 14)
-    samples = hop.real_samples(state.args, config, w, out)
-    there = on_board(config, w.board[..., 0])
+    samples = hop.real_samples(state.args, TINY_CONFIG, w, out)
+    there = on_board(TINY_CONFIG, w.board[..., 0])
     assert not there.all() and (w.reward > 0).any()
-    assert torch.equal(samples["mask"], torch.ones_like(there) if prosocial else there)
-    assert torch.equal(
-        samples["ended"], w.done if prosocial else w.done | (there & ~on_board(config, w.next_board[..., 0]))
-    )
+    assert torch.equal(samples["mask"], there)
+    assert torch.equal(samples["ended"], w.done | (there & ~on_board(TINY_CONFIG, w.next_board[..., 0])))
     assert torch.equal(samples["action"], w.joint[..., 0].long()) and torch.equal(samples["reward"], w.reward)
     expected = out["log_probs"].gather(3, samples["action"][..., None])[..., 0]
     assert torch.equal(samples["log_prob"], expected) and (expected > -5).all(), "the action that was taken"

@@ -272,7 +272,6 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("vae", {"kl_coef": math.nan}, ["--kl-coef", "nan"]),
     ("both", {"config": StagHuntConfig(height=16, width=17)}, ["272"]),
     ("vae", {"goal_kind": "discrete", "goal_dim": 1}, ["--goal-dim"]),
-    ("wm", {"config": StagHuntConfig(prosocial=True)}, ["--prosocial", "pixel"]),
     ("wm", {"wm_head": "pixel", "wm_channel_weights": (1.0, 2.0)}, ["6"]),
     ("wm", {"wm_channel_weights": (1.0,) * 6}, ["pixel"]),
     ("wm", {"wm_channel_weights": ()}, ["pixel"]),

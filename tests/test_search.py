@@ -487,10 +487,9 @@ def check_transition(env, state, actions, seat):
     next_board, reward = hop.env_transition(env, position, walls, joint, seat)
     assert_same("board", next_board, env.cells(after)[rows, seat])
     assert_same("reward", reward, rewards[rows, seat])
-    going = ~env.game_over(state) & (state.present[rows, seat] | config.prosocial)
+    going = ~env.game_over(state) & state.present[rows, seat]
     ended, hunt = hop.imagined_end(config, board, next_board, state.time + 1, state.first_hunt)
-    if not config.prosocial:
-        done = done | ~after.present[rows, seat]
+    done = done | ~after.present[rows, seat]
     assert torch.equal(ended[going], done[going])
     assert torch.equal(hunt[going], after.first_hunt[going])
     return after
@@ -1607,7 +1606,6 @@ REFUSED = [
     ({"method": "hop", "goal_dim": 3}, "--subgoals hop needs --goal-kind discrete --goal-dim 2"),
     ({"num_trees": 0}, "--num-trees must be >= 1"),
     ({"q_temperature": 0.0}, "--q-temperature must be > 0"),
-    ({"config": dataclasses.replace(CONFIG, prosocial=True)}, "--prosocial .* --search-model env"),
 ]
 
 
@@ -1616,8 +1614,6 @@ def test_refused_before_anything_is_written(changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         run(tmp_path / "runs", **changes)
     assert not (tmp_path / "runs").exists()
-    if "prosocial" in words:
-        hop.validate(make_args(**changes, search_model="env"))  # the true rules know them
 
 
 def test_flags_of_imagination_do_not_matter_to_those_who_do_not_imagine():

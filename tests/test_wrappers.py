@@ -33,13 +33,13 @@ from pettingzoo.utils.conversions import parallel_to_aec
 CONFIGS = [
     StagHuntConfig(),
     StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=1, final_time=15, time_reward=-0.125),
-    StagHuntConfig(height=6, width=4, num_players=8, max_wall_pieces=2, permute_ids=True, prosocial=True),
+    StagHuntConfig(height=6, width=4, num_players=8, max_wall_pieces=2, permute_ids=True),
     StagHuntConfig(height=2, width=4, num_players=3, steps_after_first_hunt=1),
     StagHuntConfig(
         height=5, width=3, num_players=3, num_stags=3, num_hares=1, strengths=(1.0, 2.5, 0.5), hare_reward=2
     ),
     StagHuntConfig(height=6, width=7, num_stags=2, num_hares=0, max_wall_pieces=4, steps_after_first_hunt=0),
-    StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2, prosocial=True, time_reward=-0.5),
+    StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2, time_reward=-0.5),
     StagHuntConfig(
         height=3, width=3, num_players=5, num_hares=1, strengths=(3.0, 1.0, 1.0, 2.0, 1.0), steps_after_first_hunt=3
     ),
@@ -193,31 +193,22 @@ def test_rule_based_players_are_the_batched_ones(config):
         torch.testing.assert_close(ours, probs)
 
 
-@pytest.mark.parametrize("prosocial", [False, True])
-def test_gym_episode_ends_when_the_learner_has_left(prosocial):
-    env = StagHuntGymEnv(seats=(*SEATS, "random"), prosocial=prosocial)
-    rng, left, stayed, late = np.random.default_rng(5), 0, 0, 0.0
+def test_gym_episode_ends_when_the_learner_has_left():
+    env = StagHuntGymEnv(seats=(*SEATS, "random"))
+    rng, left = np.random.default_rng(5), 0
     for game in range(60):
         observation, _ = env.reset(seed=game)
         ended = False
         while not ended:
-            before = env.parallel_env.game.present[1]
-            assert before or prosocial, "a step of somebody who has left"
-            stayed += not before
+            assert env.parallel_env.game.present[1], "a step of somebody who has left"
             legal = np.flatnonzero(observation["action_mask"])
-            observation, reward, ended, truncated, _ = env.step(legal[-1] if legal[-1] > 4 else rng.choice(legal))
+            observation, _, ended, truncated, _ = env.step(legal[-1] if legal[-1] > 4 else rng.choice(legal))
             assert truncated is False
-            late += 0 if before else reward
         left += not env.parallel_env.game.present[1]
-        everyone_left = not any(env.parallel_env.game.present)
-        assert (
-            env.parallel_env.game.time == 35
-            or everyone_left
-            or (not prosocial and not env.parallel_env.game.present[1])
-        )
+        assert env.parallel_env.game.time == 35 or not env.parallel_env.game.present[1]
         with pytest.raises(ValueError, match="reset"):
             env.step(4)
-    assert left > 20 and (stayed > 20 and late > 0 if prosocial else stayed == 0)
+    assert left > 20
 
 
 def test_agents_may_share_a_game_with_rule_based_players():

@@ -260,8 +260,6 @@ def rollout(args: Args, env: StagHuntEnv, seats: game.Seats, agent: Agent, rollo
         reward = seats.to_learners(all_rewards)
         done = seats.per_learner(all_done)
         ended = done | ~seats.to_learners(env.state.present)
-        if args.config.prosocial:  # who has left is still paid
-            mask, ended = torch.ones_like(mask), done
         forget = done & (torch.rand(done.shape, device=done.device) < reset_prob)
         last_joint, last_reward = joint.masked_fill(forget[..., None], STAY), reward.masked_fill(forget, 0.0)
         for kept, new in zip(rollout_state, (state, last_joint, last_reward, forget), strict=True):
