@@ -50,7 +50,7 @@ KEYS = {  # in it
     "seconds": float,
     "folders": list,
 }
-RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "time_reward", "strengths")
+RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "strengths")
 MAY_CHANGE = ("num_updates", "log_every")  # when a run is resumed
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")

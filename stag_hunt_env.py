@@ -10,12 +10,11 @@ do not block each other, and all act at the same moment. An illegal action acts 
 * 5, hunt stag, on the cell of a living stag: 2 or more get `stag_reward` and leave with the stag.
 * 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
-A party shares its reward in proportion to `strengths`. `time_reward` is added for every step that
-a player begins on the board. The game ends when everyone has left, at `final_time`, or
-`steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these is a
-true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4
-cells are laid, straight or L-shaped; one that would overlap, cut the free cells in two or leave too
-little room is left out.
+A party shares its reward in proportion to `strengths`. The game ends when everyone has left, at
+`final_time`, or `steps_after_first_hunt` steps after the first catch. Players see the clock, so
+each of these is a true end: never bootstrap from the state after it. At reset up to
+`max_wall_pieces` walls of 3 or 4 cells are laid, straight or L-shaped; one that would overlap, cut
+the free cells in two or leave too little room is left out.
 
 A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of
 zeros and ones, in its **ego order**: plane k < num_players shows player i seat (i + k) mod
@@ -126,7 +125,6 @@ class StagHuntConfig:
     final_time: Count = 35  # steps until the game ends
     stag_reward: Reward = 10.0  # paid for a stag, shared by the party
     hare_reward: Reward = 1.0  # paid for a hare, shared by the party
-    time_reward: Reward = 0.0  # added for each step that a player begins on the board
     strengths: tuple[float, ...] | None = None  # each seat's weight when a party shares its prey (None: equal)
     max_wall_pieces: Whole = 0  # wall pieces tried at each reset
     steps_after_first_hunt: Whole | None = None  # end the game this many steps after the first catch (None: do not)
@@ -182,10 +180,10 @@ class StagHuntConfig:
                 for strength in party:
                     share = strength / sum(party)
                     if self.num_hares:
-                        hares.append((share * self.hare_reward + self.time_reward, "hare"))
+                        hares.append((share * self.hare_reward, "hare"))
                     if self.num_stags and size > 1:
-                        stags.append((share * self.stag_reward + self.time_reward, "stag"))
-        payoffs = [(self.time_reward, "none"), *hares, *stags]
+                        stags.append((share * self.stag_reward, "stag"))
+        payoffs = [(0.0, "none"), *hares, *stags]
         payoffs.reverse()  # of equal rewards the first counts
         return {float(np.float32(reward)): paid for reward, paid in payoffs}
 
@@ -376,7 +374,7 @@ class StagHuntEnv:
         hunting = self._on_prey(state) & (actions[..., None] == self.hunt_action)  # [B, N, P]
         caught = hunting.sum(1) >= self.party_needed  # [B, P]
         success = hunting & caught[:, None]  # [B, N, P]
-        reward = self._reward(active, hunting, success)
+        reward = self._reward(hunting, success)
 
         clock = state.time + (~ended).to(torch.int32)
         is_first = caught.any(1) & (state.first_hunt < 0)
@@ -391,11 +389,11 @@ class StagHuntEnv:
         )
         return next_state, reward, active, self.game_over(next_state)
 
-    def _reward(self, active, hunting, success):  # [B, N]
+    def _reward(self, hunting, success):  # [B, N]
         party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
         party = torch.where(party > 0, party, 1.0)
         share = success * (self.strengths * self.prey_value) / party
-        return share.sum(2) + active * self.config.time_reward
+        return share.sum(2)
 
     def game_over(self, state: State) -> Tensor:
         """bool [B]"""
@@ -1171,7 +1169,7 @@ class StagHuntParallelEnv(ParallelEnv):
     def step(self, actions):
         refuse(not self.agents, "no game is on: call reset first")
         joint = self._joint_action(self._checked(actions))
-        rewards = [self.config.time_reward * present for present in self.game.present]
+        rewards = [0.0] * len(self.seats)
         parties = self._move(joint)
         self.game = self.game._replace(time=self.game.time + 1)
         for prey, party in enumerate(parties):

@@ -92,7 +92,6 @@ def step(config, game, actions):
         game.alive[prey] = False
         if game.first_hunt < 0:
             game.first_hunt = game.time
-    rewards = [r + np.float32(config.time_reward) if on else r for r, on in zip(rewards, acted, strict=True)]
     return rewards, acted, game_over(config, game)
 
 

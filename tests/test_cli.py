@@ -55,7 +55,7 @@ BAD_CONFIGS = [  # fields, and what the error must name
     ({"strengths": (1, 2, 3, float("nan"))}, ["nan"]),
     ({"strengths": (1, 2, 3, float("inf"))}, ["inf"]),
     ({"stag_reward": float("nan")}, ["nan"]),
-    ({"time_reward": float("-inf")}, ["--time-reward must be -1e6 to 1e6, not -inf"]),
+    ({"hare_reward": float("-inf")}, ["--hare-reward must be -1e6 to 1e6, not -inf"]),
     ({"max_wall_pieces": -1}, ["-1"]),
     ({"max_wall_pieces": 17}, ["17", "16"]),
     ({"max_wall_pieces": 10**9}, ["16"]),

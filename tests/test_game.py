@@ -53,11 +53,10 @@ CASES = {  # name: config, and what must have happened in its games besides ALWA
     "full board": (Config(height=2, width=4, num_players=4, num_stags=1, num_hares=3), {TRIO, GHOST}),
     "crowded": (Config(2, 3, num_players=4, num_stags=1, num_hares=1), {TWO_CATCHES, HARE_SHARED, STAG}),
     "strengths": (Config(strengths=(1, 2, 3, 0.5)), {TRIO, STAG, HARE_SHARED}),
-    "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5), time_reward=-0.125), {STAG}),
+    "strengths of 3": (Config(2, 4, num_players=3, num_hares=2, strengths=(1.5, 7, 0.5)), {STAG}),
     "7 players": (Config(4, 5, num_players=7, num_stags=2), {TRIO}),
-    "time reward": (Config(time_reward=-0.01, final_time=10), {TIME_UP, STAG, HARE_SHARED}),
     "other values": (Config(stag_reward=7, hare_reward=-3, num_players=6, height=5), {STAG, HARE_SHARED}),
-    "end at first hunt": (Config(steps_after_first_hunt=0, time_reward=0.25), {FIRST_HUNT, TWO_CATCHES}),
+    "end at first hunt": (Config(steps_after_first_hunt=0), {FIRST_HUNT, TWO_CATCHES}),
     "end after first hunt": (Config(5, num_players=6, steps_after_first_hunt=3), {FIRST_HUNT, EVERYONE_LEFT, GHOST}),
     "early end": (Config(steps_after_first_hunt=3, final_time=6), {FIRST_HUNT, TIME_UP}),
     "permuted": (Config(height=3, width=4, permute_ids=True, strengths=(4, 3, 2, 1)), {STAG, HARE_SHARED}),
@@ -225,7 +224,6 @@ def test_payoffs_say_what_paid_them():
     assert Config(**two).payoffs() == {0.0: "none", 0.5: "hare", 1.0: "hare", 5.0: "stag"}
     assert Config(**two, hare_reward=5.0).payoffs() == {0.0: "none", 2.5: "hare", 5.0: "hare"}
     assert Config(**two, hare_reward=0.0, stag_reward=4.0).payoffs() == {0.0: "none", 2.0: "stag"}
-    assert Config(**two, time_reward=-0.5).payoffs() == {-0.5: "none", 0.0: "hare", 0.5: "hare", 4.5: "stag"}
 
 
 def test_every_setting_is_covered():

@@ -219,7 +219,7 @@ def test_held_out_games_and_steps_are_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("changes", [{}, {"time_reward": -0.1, "max_wall_pieces": 1, "height": 4}])
+@pytest.mark.parametrize("changes", [{}, {"max_wall_pieces": 1, "height": 4}])
 def test_a_co_player_acts_as_in_training(keeps, changes, tmp_path, monkeypatch):
     """Beside itself, in rollouts of ppo_gru.py, over many games: in every step the same probabilities, and elsewhere 0.
     A player in two seats of half of the games has a memory for each."""

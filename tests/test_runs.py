@@ -185,7 +185,6 @@ VARIANTS = {
     "posterior": {"subgoals": "posterior", "seats": "learner,mixed,nearest_stag", "redraw": "never"},
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
     "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
-    "clock": {"config": dataclasses.replace(TINY_CONFIG, time_reward=-0.01), "num_envs": 16, "total_timesteps": 512},
     "walls": {"config": dataclasses.replace(TINY_CONFIG, height=5, width=4, max_wall_pieces=2)},
     "strengths": {"config": dataclasses.replace(TINY_CONFIG, strengths=(1.0, 2.0, 3.0))},
     "no stag": {"config": dataclasses.replace(TINY_CONFIG, num_stags=0)},

@@ -119,14 +119,15 @@ class Numbers:
 
 
 class Model:
-    """The same game and networks for both searches. A position of the plain search is (game, seat, tree, last joint
-    action); of the batched one, `history` holds these numbers in a row."""
+    """The same game and networks for both searches; each step costs something. A position of the plain search is
+    (game, seat, tree, last joint action); of the batched one, `history` holds these numbers in a row."""
 
     def __init__(self, config, dtype=torch.float64):
         self.config = config
         self.env = StagHuntEnv(config)
         self.dtype = dtype
         self.networks = Numbers(config)
+        self.cost = highest_payoff(config) / 50
 
     def network(self, position):  # the plain search's
         return self.networks(*position)
@@ -137,7 +138,8 @@ class Model:
         after = copy.deepcopy(game)
         actions = [joint[(i - seat) % players] for i in range(players)]
         rewards, _, over = reference_game.step(self.config, after, actions)
-        return (after, seat, tree, joint), float(rewards[seat]), over or not after.present[seat]
+        reward = float(rewards[seat]) - self.cost
+        return (after, seat, tree, joint), reward, over or not after.present[seat]
 
     def pack(self, state, seat, tree, joint):
         """State of T games, seat, tree [T] -> Position"""
@@ -165,9 +167,9 @@ class Model:
     def advance(self, position, joint):
         state, seat, tree = self.unpack(position)
         after, rewards, _, over = self.env.transition(state, joint.gather(1, self.env.unego[seat]))
-        reward = rewards.gather(1, seat[:, None])[:, 0]
+        reward = rewards.gather(1, seat[:, None])[:, 0].to(self.dtype) - self.cost
         here = after.present.gather(1, seat[:, None])[:, 0]
-        return self.pack(after, seat, tree, joint), reward.to(self.dtype), over | ~here
+        return self.pack(after, seat, tree, joint), reward, over | ~here
 
     def evaluate(self, position):
         state, seat, tree = self.unpack(position)
@@ -328,7 +330,7 @@ def compare(args, model, roots, simulations):
 
 
 BOARDS = {
-    "4x4": StagHuntConfig(num_players=3, num_hares=3, final_time=7, time_reward=-0.1),
+    "4x4": StagHuntConfig(num_players=3, num_hares=3, final_time=7),
     "3x5": StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=2, final_time=6, max_wall_pieces=1),
 }
 COMPARED = [  # root, board, max_depth, num_trees, simulations, other flags
@@ -423,8 +425,7 @@ def test_paths_longer_than_need_be_change_nothing():
 @pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
 def test_payoffs_a_hundred_times_smaller_make_no_difference(root, trees):
     args = make_args(root=root, num_trees=trees)
-    rewards = ("stag_reward", "hare_reward", "time_reward")
-    smaller = {name: getattr(BOARDS["4x4"], name) / 100 for name in rewards}
+    smaller = {name: getattr(BOARDS["4x4"], name) / 100 for name in ("stag_reward", "hare_reward")}
 
     def decide(config):
         model = Model(config)
@@ -854,7 +855,7 @@ def test_a_payoff_in_the_tree_is_that_of_the_learners_seat(share):
 
 SCALES = {  # the game, and its highest payoff without sign
     "default": (CONFIG, 5.0),
-    "all payoffs negative": (dataclasses.replace(CONFIG, stag_reward=2.0, hare_reward=0.5, time_reward=-4.0), 4.0),
+    "negative payoffs": (dataclasses.replace(CONFIG, stag_reward=-8.0, hare_reward=-0.5), 4.0),
     "no payoffs": (dataclasses.replace(CONFIG, stag_reward=0.0, hare_reward=0.0), 1.0),
 }
 
@@ -1190,12 +1191,11 @@ def make_batch(state, steps, outputs):
 
 
 def test_hop_values_are_learned_from_monte_carlo_returns():
-    config = dataclasses.replace(CONFIG, time_reward=-0.1)
-    state = make_state(method="hop", num_envs=12, planner="none", config=config)
+    state = make_state(method="hop", num_envs=12, planner="none")
     steps, outputs, *_ = play(state, 14)
     returns = make_batch(state, steps, outputs)["returns"].view(3, 14, 12)
-    left = who_left(steps, config)
-    present = steps.board[..., 0] < config.num_cells
+    left = who_left(steps, CONFIG)
+    present = steps.board[..., 0] < CONFIG.num_cells
     compared = 0
     for m, e in np.ndindex(3, 12):
         expected = None  # from the end of the rollout on, as long as the game does not end

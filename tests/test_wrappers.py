@@ -32,14 +32,14 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 CONFIGS = [
     StagHuntConfig(),
-    StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=1, final_time=15, time_reward=-0.125),
+    StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=1, final_time=15),
     StagHuntConfig(height=6, width=4, num_players=8, max_wall_pieces=2, permute_ids=True),
     StagHuntConfig(height=2, width=4, num_players=3, steps_after_first_hunt=1),
     StagHuntConfig(
         height=5, width=3, num_players=3, num_stags=3, num_hares=1, strengths=(1.0, 2.5, 0.5), hare_reward=2
     ),
     StagHuntConfig(height=6, width=7, num_stags=2, num_hares=0, max_wall_pieces=4, steps_after_first_hunt=0),
-    StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2, time_reward=-0.5),
+    StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2),
     StagHuntConfig(
         height=3, width=3, num_players=5, num_hares=1, strengths=(3.0, 1.0, 1.0, 2.0, 1.0), steps_after_first_hunt=3
     ),
@@ -359,7 +359,7 @@ def test_same_seed_same_whole_games(make, play):
 
 @pytest.mark.parametrize("learner", range(3))
 def test_gym_learner_sits_in_its_seat(learner):
-    config = StagHuntConfig(height=3, width=5, num_players=3, num_stags=1, num_hares=3, time_reward=-0.125)
+    config = StagHuntConfig(height=3, width=5, num_players=3, num_stags=1, num_hares=3)
     seats = ["nearest_hare"] * 3
     seats[learner] = "learner"
     env, rng = StagHuntGymEnv(config, tuple(seats)), np.random.default_rng(4)
@@ -376,7 +376,7 @@ def test_gym_learner_sits_in_its_seat(learner):
             observation, reward, terminated, truncated, _ = env.step(action)
             move = {0: -5, 1: 5, 2: -1, 3: 1}.get(action, 0)
             assert parallel.game.position[learner] == int(state.position[0, learner]) + move
-            assert reward == -0.125 or (reward > 0 and not parallel.game.present[learner])
+            assert reward == 0 or (reward > 0 and not parallel.game.present[learner])
             assert truncated is False
         assert env.observation_space.contains(observation)
         assert parallel.game.time == 35 or not parallel.game.present[learner]
