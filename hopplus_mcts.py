@@ -8,7 +8,6 @@ grow at once on the device, and the policy learns from what the search finds. Se
     python hopplus_mcts.py --resume runs/RUN/checkpoint.pt
     torchrun --nproc-per-node 8 hopplus_mcts.py --num-envs 2048   # the games split over 8 GPUs
     python evaluation/evaluate.py runs/RUN -- --planner none      # frozen; also adapt.py
-    python benchmarks/search.py --checkpoint runs/RUN/checkpoint.pt    # where a search's time goes, and a tree
 
 Axes: S seeds, E games per seed, B = S*E games, N players, P prey, M learners, T steps (in a search: trees), A actions,
 D subgoal, K co-players, n rows of any kind. What a learner reads or predicts about players is in its ego order: itself

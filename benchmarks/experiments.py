@@ -7,16 +7,14 @@
     python benchmarks/experiments.py --section worst     # the worst case in 7 and 8
     python benchmarks/experiments.py --section pretraining moa --parallel 1    # alone: seconds are compared
     python benchmarks/experiments.py --draw        # only tables and figures, from docs/data
-    python benchmarks/experiments.py --patched one_player -- --method ppo     # with a mistake
-    python benchmarks/experiments.py --patched moa_of_player_1 --script hopplus_mcts.py -- --num-seeds 5
 
 A run that is finished is not made again (its folder in --run-dir has a file `finished`), and one that was cut off goes
 on from its last checkpoint; sections share runs. HOP+ is hopplus_ppo.py with its defaults everywhere: only the board,
-the games at once, the steps and the seeds differ.
+the games at once, the steps and the seeds differ, and in section `dose` the flag that it asks about.
 
-What is run stands in sections.py, the mistakes in patches.py; figures.py and worst_case.py make tables and figures.
+What is run stands in sections.py; tables.py and worst_case.py make tables and figures.
 
-The ladder: games in which it pays more and more to know the others. Settings were chosen with seeds 1 to 5
+Settings were chosen with seeds 1 to 5
 (docs/data/tuning.csv) and are tested with seeds from 11 on; differences are paired by seed, intervals are Student's t.
 """
 
@@ -34,13 +32,12 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import figures
-from benchmarks.patches import PATCHES, patched_script
+from benchmarks import tables
 from benchmarks.results import read, read_csv, write
 from benchmarks.sections import BOARDS, GRU, SECTIONS, Run, Section, label_of, other_runs
+from benchmarks.worst_case import HARDEST
 from stag_hunt_env import UserError, command_line, parse, refuse
 
 import numpy as np
@@ -49,33 +46,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLLOWED = {  # name in our tables: key in metrics.jsonl
     "return": "charts/episodic_return",
     "stag": "charts/stag_share",
-    "nothing": "charts/nothing_share",
-    **{f"player_{i}": f"charts/episodic_return/player_{i}" for i in range(4)},
-    "value": "losses/value_loss",
-    "value_real": "losses/value_loss_real",
-    **{f"value_real_{i}": f"per_agent/value_loss_real/learner_{i}" for i in range(4)},
-    "explained_variance": "losses/explained_variance",
-    **{f"explained_variance_{i}": f"per_agent/explained_variance/learner_{i}" for i in range(4)},
     "real_samples": "real/samples",
     "imagined_samples": "imagined/samples",
-    "raw_reward": "imagined/raw_reward_mean",
-    "raw_reward_outside": "imagined/raw_reward_outside",
-    **{f"party_{size}": f"charts/party_{size}" for size in (2, 3, 4)},
-    "imagined_return": "imagined/return_mean",
-    "real_return": "real/return_mean",
-    "moa_top1": "moa/top1",
-    "moa_ceiling_top1": "moa/ceiling/top1",
-    "search_gain": "search/gain",
-    "moa_nll": "moa/nll",
-    **{f"moa_nll_{i}": f"per_agent/moa_nll/learner_{i}" for i in range(4)},
-    "exact_match/1": "wm/exact_match/1",
-    "exact_match/8": "wm/exact_match/8",
-    "horizon": "wm/horizon",
 }
 
 
 @dataclasses.dataclass
-class ExperimentArgs:
+class Args:
     section: tuple[str, ...] = tuple(SECTIONS)
     """which sections"""
     list: bool = False
@@ -96,17 +73,6 @@ class ExperimentArgs:
     """where the runs go"""
     docs: str = str(ROOT / "docs")
     """tables go to data, figures to results in here"""
-    patched: tuple[str, ...] = ()
-    """only run --script with these edits: one_player, zero_subgoals, unclipped, unmasked, all_steps, rewarded,
-    moa_of_player_1, permuted_actions, pixel, pixel_weighted, reward_of_player_1, replayed, no_ends, all_legal,
-    party_sizes, permuted_seats; its flags after --"""
-    script: Literal["hopplus_ppo.py", "hopplus_mcts.py"] = "hopplus_ppo.py"
-    """see there"""
-
-
-@dataclasses.dataclass
-class Args(ExperimentArgs):
-    words: tuple[str, ...] = ()  # after --: flags of --script
 
 
 # ----------------------------------------------------------------------------------------
@@ -115,7 +81,7 @@ class Args(ExperimentArgs):
 
 def folder_of(args: Args, run: Run) -> Path:
     before = itertools.chain(*run.before)
-    words = [run.script, run.flags, *before, *run.then, *run.patch, args.extra, args.extra_then]
+    words = [run.script, run.flags, *before, *run.then, args.extra, args.extra_then]
     if run.before and args.extra_before:
         words.append(args.extra_before)
     text = " ".join(words)
@@ -194,11 +160,8 @@ def make(args: Args, run: Run, places: threading.Semaphore) -> None:
             seconds += call(f"before_{number}", script, *script_flags, "--run-dir", str(there))
             flags += [flag, checkpoints_in(there)[0]]
         (folder / "seconds_before").write_text(f"{seconds:.1f}")
-    script = [run.script]
-    if run.patch:
-        script = ["benchmarks/experiments.py", "--patched", *run.patch, "--script", run.script, "--"]
     if not trained:
-        seconds = call("train", *script, *flags)
+        seconds = call("train", run.script, *flags)
         (folder / "seconds").write_text(f"{seconds:.1f}")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for job in [pool.submit(follow, *item) for item in enumerate(run.then)]:
@@ -250,20 +213,11 @@ def figures_of(row: dict) -> dict[str, float]:
 
 
 def figures_before(folder: Path) -> list[dict[str, float]]:
-    """What the pretraining of each seed found in held-out games"""
-    of_vae = []
-    for path in sorted(folder.glob("before_*/*/evaluation/final.csv")):
-        of_vae.append({row["metric"]: float(row["with history"]) for row in read_csv(path)})
-    of_world = []
-    for path in sorted(folder.glob("before_*/*/evaluation.csv")):  # all seeds in one
-        table = read_csv(path)
-        seeds = [name for name in table[0] if name.startswith("seed_")]
-        of_world = [{row["metric"]: float(row[seed]) for row in table} for seed in seeds]
-    names = ("probe_accuracy", "top1", "nll", "exact_match/1", "exact_match/20", "obs_mse", "reward_mse")
+    """What pretrain_vae.py found in held-out games, seed by seed"""
     of_seeds = []
-    for vae, world in itertools.zip_longest(of_vae, of_world, fillvalue={}):
-        figures = vae | world
-        of_seeds.append({key: figures[key] for key in names if key in figures})
+    for path in sorted(folder.glob("before_*/*/evaluation/final.csv")):
+        found = {row["metric"]: float(row["with history"]) for row in read_csv(path)}
+        of_seeds.append({name: found[name] for name in ("probe_accuracy", "top1", "nll")})
     return of_seeds
 
 
@@ -271,7 +225,7 @@ def watched_steps(flags: dict, iterations: int) -> int:
     """Env steps of rule-based games that the models of a seed have learned from after so many iterations. flags: those
     of a training script, as in args.json"""
     has_world_model = flags["imagination"] or flags.get("planner", "none") != "none"
-    infers = flags["subgoals"] not in ("none", "posterior", "oracle")
+    infers = flags["subgoals"] != "none"
     if not has_world_model and not infers:
         return 0
     in_preparation = 0
@@ -302,20 +256,12 @@ def count_from_the_start(folder: Path, flags: dict, lines: list[dict]) -> None:
 
 
 def figures_after(folder: Path) -> dict[int, dict[str, float]]:
-    """seed -> what evaluate.py says about its world model, and subgoals.py about its subgoals"""
+    """seed -> what subgoals.py says about its subgoals"""
     of_seeds = {}
     for path in folder.glob("*/subgoals_*_seeds.csv"):
         for row in read_csv(path):
-            figures = of_seeds.setdefault(int(row["seed"]), {})
-            figures["after/probe"] = float(row["probe"])
-            figures["after/probe_majority"] = float(row["majority"])
-    columns = {"rule-based": "after/exact", "these seats": "after/exact_own"}
-    paths = sorted(folder.glob("*/evaluation_*_world_model.csv"))
-    for path in reversed(paths):  # learners in all seats come last, and stay
-        for row in read_csv(path):
-            if row["steps"] in ("1", "20") and int(row["stretches"]) > 0:
-                figures = of_seeds.setdefault(int(row["seed"]), {})
-                figures[f"{columns[row['games']]}/{row['steps']}"] = float(row["exact"])
+            probes = {"after/probe": float(row["probe"]), "after/probe_majority": float(row["majority"])}
+            of_seeds[int(row["seed"])] = probes
     return of_seeds
 
 
@@ -333,30 +279,24 @@ def summary_of(lines: list[dict]) -> dict:
     fifths = np.array_split([f.get("return", 0.0) for f in figures], min(5, len(figures)))
     means = [part.mean() for part in fifths]
     row["fall"] = max(means) - means[-1]
-    for key in ("value", "value_real"):
-        row[f"{key}_peak"] = max((f[key] for f in figures if key in f), default="")
-    for goal in (2.7, 2.8, 2.85, 4.5):
-        # Not in the first line, which may count only games that ended early
-        reached = [k for k, f in enumerate(figures) if k > 0 and f.get("return", 0) >= goal]
-        first = lines[reached[0]] if reached else {}
-        row[f"steps_to_{goal}"] = first.get("steps", "")
-        row[f"seconds_to_{goal}"] = first.get("time/training", "")
-        if "all_steps" in lines[0]:
-            row[f"all_steps_to_{goal}"] = first.get("all_steps", "")
-            row[f"all_seconds_to_{goal}"] = first.get("all_seconds", "")
-    row |= {key: value for key, value in lines[-1].items() if key.startswith("time/")}
+    # Not in the first line, which may count only games that ended early
+    reached = [k for k, f in enumerate(figures) if k > 0 and f.get("return", 0) >= 2.8]
+    first = lines[reached[0]] if reached else {}
+    row["steps_to_2.8"] = first.get("steps", "")
+    row["seconds_to_2.8"] = first.get("time/training", "")
+    if "all_steps" in lines[0]:
+        row["all_steps_to_2.8"] = first.get("all_steps", "")
+        row["all_seconds_to_2.8"] = first.get("all_seconds", "")
+    row |= {key: value for key, value in lines[-1].items() if key in ("time/training", "time/ready")}
     return row
 
 
-def curve_of(lines: list[dict], keys: list[str]) -> list[dict]:
-    """Up to 40 of its lines"""
+def curve_of(lines: list[dict]) -> list[dict]:
+    """Return over steps and over time, in up to 40 of its lines"""
     rows = []
     for k in sorted(set(np.linspace(0, len(lines) - 1, 40).astype(int))):
-        line = lines[k]
-        figures = figures_of(line)
-        counted = [name for name in ("steps", "all_steps", "all_seconds") if name in line]
-        row = {name: line[name] for name in counted}
-        rows.append(row | {key: figures.get(key, "") for key in keys})
+        row = {name: lines[k][name] for name in ("steps", "all_seconds")}
+        rows.append(row | {"return": figures_of(lines[k]).get("return", "")})
     return rows
 
 
@@ -376,12 +316,13 @@ def moa_tables(folder: Path) -> dict[str, list[dict]]:
     return {"_moa": scores, "_moa_actions": actions}
 
 
+def is_drawn(row: dict) -> bool:
+    """Of the curves of adaptation one is, see worst_case.py"""
+    return row["co_players"] == HARDEST and row["learner"] == "learning"
+
+
 def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]:
     """name of a table -> its rows of one run"""
-    adaptation_sets = [key for kind, key in section.panels if kind == "adaptation"]
-    drawn_curves = [key for kind, key in section.panels if "curves" in kind]
-    curve_keys = list(dict.fromkeys(["return", "value_real", *drawn_curves]))
-    from_the_start = any("over all" in kind for kind, _ in section.panels)
     adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
     tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_together")}
     before = figures_before(folder)
@@ -391,7 +332,7 @@ def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]
         lines = read_lines(Path(path))
         if not lines:
             continue
-        if from_the_start:
+        if any(name.startswith("all_") for name in section.columns):
             script_flags = json.loads((Path(path).parent / "args.json").read_text())
             count_from_the_start(folder, script_flags, lines)
         flags = f"{run.script} {run.flags}"
@@ -401,17 +342,17 @@ def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]
         if after:
             row |= after[sorted(after)[seed]]
         tables[""].append(row)
-        tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines, curve_keys)]
+        if section.curves:
+            tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines)]
     ends = ("", "_repetitions", "_curve")
-    for sets, (name, end) in itertools.product(adaptation_sets, zip(adaptation_tables, ends, strict=True)):
+    for sets, (name, end) in itertools.product(section.sets, zip(adaptation_tables, ends, strict=True)):
         for path in folder.glob(f"*/adaptation_{sets}{end}.csv"):
             tables[name] += [{"sets": sets, **row} for row in read_csv(path)]
-    for row in tables["_adaptation_curves"]:
-        row["return"] = float(row["return"])
+    tables["_adaptation_curves"] = [row for row in tables["_adaptation_curves"] if is_drawn(row)]
     for path in folder.glob("*/partners*.csv"):
         population = path.stem.removeprefix("partners").lstrip("_")
         tables["_together"] += [{"population": population, **row} for row in read_csv(path)]
-    if any(kind.startswith("moa") for kind, _ in section.panels):
+    if section.moa:
         tables |= moa_tables(folder)
     return tables
 
@@ -441,29 +382,18 @@ def collect(args: Args, number: str) -> None:
 # Command line
 
 
-def main_patched(args: Args) -> None:
-    for name in args.patched:
-        refuse(name not in PATCHES, f"--patched {name}: the known ones are {', '.join(PATCHES)}")
-    script = patched_script(args.script, {name: PATCHES[name] for name in args.patched})
-    script.main(script.parse_args(list(args.words)))
-
-
 def print_list() -> None:
     for number, section in SECTIONS.items():
         print(f"{number}. {section.title}")
         for label, run in section.runs.items():
-            patch = f" [{', '.join(run.patch)}]" if run.patch else ""
             for script, flags, flag in run.before:
                 print(f"         before, for {flag}: {script} {flags}")
-            print(f"     {label}: {run.script} {run.flags}{patch}")
+            print(f"     {label}: {run.script} {run.flags}")
             for command in run.then:
                 print(f"         then {command}")
 
 
 def main(args: Args) -> None:
-    if args.patched:
-        main_patched(args)
-        return
     if args.list:
         print_list()
         return
@@ -480,13 +410,11 @@ def main(args: Args) -> None:
         for number in args.section:
             collect(args, number)
     for number in args.section:
-        figures.draw(Path(args.docs), number)
+        tables.draw(Path(args.docs), number)
 
 
 def parse_args(words: list[str]) -> Args:
-    at = words.index("--") if "--" in words else len(words)
-    args = parse(Args, {"experiments": ExperimentArgs}, Args(), words[:at])
-    return dataclasses.replace(args, words=tuple(words[at + 1 :]))
+    return parse(Args, {"experiments": Args}, Args(), words)
 
 
 if __name__ == "__main__":

@@ -59,15 +59,6 @@ def plus_minus(of_mean: Interval | None, digits: int = 3) -> str:
     return f"{mean:.{digits}f} ± {high - mean:.{digits}f}"
 
 
-def paired(rows: list[dict], run: str, base: str, key: str = "return") -> Interval | None:
-    """mean difference of two runs in the same seeds, and its 95 % interval"""
-    of_run, of_base = (
-        {row["seed"]: float(row[key]) for row in rows if row["run"] == name and row.get(key)} for name in (run, base)
-    )
-    seeds = of_run.keys() & of_base.keys()
-    return interval([of_run[seed] - of_base[seed] for seed in seeds]) if seeds else None
-
-
 def by_run(rows: list[dict], key: str) -> dict[str, list[float]]:
     values = {}
     for row in rows:
@@ -106,15 +97,6 @@ def save(docs: Path, figure, name: str, **options) -> None:
     with Image.open(path) as image:
         few_colours = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
     few_colours.save(path, optimize=True)
-
-
-def by_game(rows: list[dict], run: str, key: str) -> dict[int, list[float]]:
-    """number of the game together -> what each seed earns in it"""
-    games = {}
-    for row in rows:
-        if row["run"] == run and row.get(key):
-            games.setdefault(int(row["game"]), []).append(float(row[key]))
-    return dict(sorted(games.items()))
 
 
 def mean_of_games(rows: list[dict], run: str, key: str, games: range) -> Interval | None:

@@ -1,17 +1,11 @@
-"""What hunters earn that nobody trained: marks to read a learner's return by. In the games of the ladder
-(benchmarks/experiments.py) they sit in seat 0, walk by the rules of the game's players and differ in what they know
-about the partner in seat 1.
+"""What a hunter earns that nobody trained: a mark to read a learner's return by.
 
-    python benchmarks/scripted.py                                              # 8x8, 9 steps, the partner stays
-    python benchmarks/scripted.py --height 4 --width 4 --final-time 5 --redraw game
-    python benchmarks/scripted.py --seats learner,nearest_stag,nearest_hare,random --num-stags 1 --final-time 35
+    python benchmarks/scripted.py --seats learner,nearest_stag,nearest_hare,random
+    python benchmarks/scripted.py --seats learner,mixed,mixed,mixed --height 8 --width 8
 
-hares: hunts hares. follow: the stag that the partner is nearer to. Bayes: what pays most by the exact posterior over
-who the partner is. told: the same, told who it is. A stag counts only if both can reach it in time.
-
-With --seats the Bayes hunter sits in the learner's seat, beside any players. It knows the rules of random, nearest_stag
-and nearest_hare, infers who of these each co-player is from what it did in this game, and remembers nothing from other
-games. evaluation/adapt.py has it as a reference.
+The Bayes hunter sits in the learner's seat, beside any players. It knows the rules of random, nearest_stag and
+nearest_hare, infers who of these each co-player is from what it did in this game, and remembers nothing from other
+games. A stag counts only if both can reach it in time. evaluation/adapt.py has it as a reference.
 """
 
 import dataclasses
@@ -25,18 +19,13 @@ from evaluation.runs import interval, mean_text
 
 import torch
 
-GOALS = ("first_stag", "last_stag", "nearest_hare")  # of the partner, and what seat 0 may go for
-HUNTERS = ("hares", "follow", "Bayes", "told")
-
 
 @dataclasses.dataclass
 class ScriptedFlags:
     seats: tuple[str, ...] = ()
-    """not the ladder but the Bayes hunter in the learner's seat, such as learner,nearest_stag,random,random"""
-    redraw: str = "never"
-    """when the partner is a new one: after each game, never, or after a game with this probability"""
+    """who sits where, with one learner, such as learner,nearest_stag,random,random; one row for each"""
     places: game.Count = 1000
-    """games at a time, each with its own partner"""
+    """games at a time"""
     games: game.Count = 20
     """games in each place"""
     seed: game.Whole = 1
@@ -47,37 +36,7 @@ class ScriptedFlags:
 
 @dataclasses.dataclass
 class Args(ScriptedFlags):
-    config: game.StagHuntConfig = dataclasses.field(
-        default_factory=lambda: game.StagHuntConfig(height=8, width=8, num_stags=2, final_time=9)
-    )
-
-
-def chances(hunter: str, env: game.StagHuntEnv, seats: game.Seats, distances: torch.Tensor) -> torch.Tensor:
-    """[B, 2]: how likely the partner goes for the first, the last stag. distances [B, 2 stags, N]"""
-    if hunter == "told":
-        return (seats.kinds[:, 1:2] == torch.arange(2, device=env.device)).float()
-    if hunter == "Bayes":
-        return seats.posterior()[:, 1, :2]
-    nearer = distances[:, :, 1].argmin(1, keepdim=True)
-    return (nearer == torch.arange(2, device=env.device)).float() * (hunter == "follow")
-
-
-def choose_goal(hunter: str, env: game.StagHuntEnv, seats: game.Seats) -> torch.Tensor:
-    """[B] number in GOALS: what pays most"""
-    state, config = env.state, env.config
-    maps = torch.stack([env.distance_to_prey(state, game.HUNT_STAG, bound) for bound in ("first", "last")], 1)
-    cells = state.position.long()[:, None].expand(-1, 2, -1)
-    distances = maps.gather(2, cells)  # [B, 2 stags, N]
-    in_time = distances[:, :, :2].amax(2) < (config.final_time - state.time)[:, None]
-    pays = chances(hunter, env, seats, distances) * in_time * config.stag_reward / 2
-    hare = torch.full_like(pays[:, :1], config.hare_reward)
-    return torch.cat([pays, hare], 1).argmax(1)
-
-
-def ladder_probs(hunter: str, env: game.StagHuntEnv, seats: game.Seats) -> torch.Tensor:
-    """[1, B, 7] of the learner in seat 0"""
-    rules = torch.stack([game.PLAYER_PROBS[name](env, env.state, 0) for name in GOALS], 1)
-    return rules[torch.arange(env.num_envs, device=env.device), choose_goal(hunter, env, seats)][None]
+    config: game.StagHuntConfig = dataclasses.field(default_factory=game.StagHuntConfig)
 
 
 def hunts_stag(env: game.StagHuntEnv, name: str, distances: torch.Tensor) -> torch.Tensor:
@@ -122,21 +81,16 @@ def bayes_probs(env: game.StagHuntEnv, seats: game.Seats) -> torch.Tensor:
     return torch.where((goal < stags)[:, None], *probs).view(*seats.learner_seat.shape, game.NUM_ACTIONS)
 
 
-def play(args: Args, hunter: str, table: list[str] | None = None) -> torch.Tensor:
-    """-> mean return of each place [B] in the ladder, or beside the players of `table`"""
+def play(args: Args, table: list[str]) -> torch.Tensor:
+    """-> mean return of each place [B] beside the players of `table`"""
     torch.manual_seed(args.seed)
     env = game.StagHuntEnv(args.config, args.places, game.resolve_device(args.device), args.seed)
-    others = ["nearest_hare"] * (args.config.num_players - 2)
-    if table is None:
-        seats = game.Seats(env, [["learner", "mixed", *others]], False, GOALS, args.redraw, remember=True)
-    else:
-        seats = game.Seats(env, [table])
+    seats = game.Seats(env, [table])
     seat = int(seats.learner_seat[0, 0])
     played = torch.zeros(args.places, dtype=torch.int64, device=env.device)
     total = torch.zeros(args.places, device=env.device)
     while int(played.min()) < args.games:
-        probs = ladder_probs(hunter, env, seats) if table is None else bayes_probs(env, seats)
-        actions = game.sample(seats.action_probs(env.state, probs))
+        actions = game.sample(seats.action_probs(env.state, bayes_probs(env, seats)))
         _, _, present_before, done = env.step(actions)
         seats.update(actions, present_before, done)
         total += env.final_return[:, seat] * (done & (played < args.games))
@@ -145,19 +99,19 @@ def play(args: Args, hunter: str, table: list[str] | None = None) -> torch.Tenso
 
 
 def main(args: Args) -> dict[str, float]:
-    """-> mean return of each hunter"""
+    """-> mean return beside the players of each --seats"""
     game.check_ranges(args)
     config, games = args.config, args.places * args.games
     tables = {seats: game.seats_table(seats, config.num_players) for seats in args.seats}
+    game.refuse(not tables, "--seats names nobody")
     for seats, table in tables.items():
         game.refuse(table.count("learner") != 1, f"--seats needs one learner, not {seats}")
-    ladder = "" if tables else f" --redraw {args.redraw},"
-    print(f"{config.setting}, {config.final_time} steps,{ladder} {games} games")
+    print(f"{config.setting}, {config.final_time} steps, {games} games")
     found = {}
-    for hunter in tables or HUNTERS:
-        returns = play(args, hunter, tables.get(hunter)).cpu().numpy()
-        found[hunter] = float(returns.mean())
-        print(f"{hunter:<7} {mean_text(*interval(returns))}")
+    for seats, table in tables.items():
+        returns = play(args, table).cpu().numpy()
+        found[seats] = float(returns.mean())
+        print(f"{seats:<7} {mean_text(*interval(returns))}")
     return found
 
 

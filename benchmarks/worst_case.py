@@ -1,4 +1,4 @@
-"""Tables and figures that join several sections: the worst case of 7 and 8."""
+"""The worst case of sections 7 and 8: tables, a map of all scores, and a curve beside the hardest team."""
 
 import itertools
 import sys
@@ -33,6 +33,7 @@ PERIODS = {  # of 2400 steps with the same co-players: how a column of returns e
 }
 CO_PLAYER_SETS = ("standard", "strangers", "learned")
 METHOD_ORDER = [BAYES, *METHODS["4x4"]]
+STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
 HARDEST = "3 waiting"  # beside them most learners earn least, so there is a table without them
 
 
@@ -211,7 +212,12 @@ def score_cells(worst: WorstCase) -> list[str]:
 
 
 def draw_worst(docs: Path) -> None:
-    """docs/data/worst_case.csv, its tables, and docs/results/worst_case.png"""
+    """docs/data/worst_case.csv, its tables, and two figures"""
+    import matplotlib
+    import matplotlib.style
+
+    matplotlib.use("Agg")
+    matplotlib.style.use(STYLE)
     of_references = references(docs)
     print(f"\n## {SECTIONS['worst'].title}\n")
     meetings = complete(read_meetings(docs), of_references)
@@ -230,6 +236,7 @@ def draw_worst(docs: Path) -> None:
         print_without_hardest(board, meetings, of_references)
     write(docs / "data" / "worst_case.csv", rows)
     draw_worst_figure(docs, meetings, of_references)
+    draw_hardest(docs)
 
 
 SCORE_COLOURS = "RdYlBu"  # red: no better than a random player
@@ -312,3 +319,20 @@ def score_cell(axis, x: float, y: float, score: float, worst: bool = False) -> N
     axis.add_patch(plt.Rectangle((x - half, y - 0.46), 2 * half, 0.92, facecolor=colour))
     text = f"{score:.2f}" if worst else in_three_signs(score)
     axis.text(x, y, text, ha="center", va="center", **style)
+
+
+def draw_hardest(docs: Path) -> None:
+    """docs/results/three_waiting.png: return beside the hardest team, as learners go on learning"""
+    import matplotlib.pyplot as plt
+
+    rows = read(docs, "8", "_adaptation_curves")
+    figure, axes = plt.subplots(1, len(BOARDS), figsize=(9, 3.2))
+    for axis, board in zip(axes, BOARDS, strict=True):
+        for method in METHODS[board]:
+            of_run = [row for row in rows if row["run"] == label_of(method, board)]
+            steps = [int(row["steps"]) for row in of_run]
+            axis.plot(steps, [float(row["return"]) for row in of_run], label=method)
+        axis.set(title=f"{board}: return beside {HARDEST}, learning", xlabel="env steps with them")
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    save(docs, figure, "three_waiting")

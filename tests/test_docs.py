@@ -1,14 +1,11 @@
 """README, docs and docstrings tell the truth: commands parse, flags and metrics exist, the edits train."""
 
-import dataclasses
 import functools
 import importlib.util
 import re
 import shlex
-import shutil
 import sys
 import tempfile
-import unittest.mock
 from pathlib import Path
 
 import hopplus_mcts
@@ -16,64 +13,58 @@ import hopplus_ppo
 import pretrain_vae
 import pretrain_world_model
 import stag_hunt_env
-from benchmarks import sections
 from evaluation import adapt, evaluate, inspector, partners, runs, subgoals
 from stag_hunt_env import StagHuntConfig, parse
 
 import pytest
 import torch
-from matplotlib.figure import Figure
+from helpers import TINY_RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
 sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
 
-import dashboard
 import decisions
 import experiments
 import game
-import peers
 import ppo_gru
 import scripted
-import search
 import speed
 
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
 TRAINING = {"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts}
 MODULES = {
     **TRAINING,
-    **{"stag_hunt_env.py": stag_hunt_env, "pretrain_vae.py": pretrain_vae},
-    **{"pretrain_world_model.py": pretrain_world_model, "evaluation/evaluate.py": evaluate},
-    **{"evaluation/adapt.py": adapt, "evaluation/subgoals.py": subgoals},
-    "benchmarks/dashboard.py": dashboard,
+    "stag_hunt_env.py": stag_hunt_env,
+    "pretrain_vae.py": pretrain_vae,
+    "pretrain_world_model.py": pretrain_world_model,
+    "evaluation/adapt.py": adapt,
+    "evaluation/evaluate.py": evaluate,
+    "evaluation/inspector.py": inspector,
+    "evaluation/partners.py": partners,
+    "evaluation/subgoals.py": subgoals,
     "benchmarks/decisions.py": decisions,
-    **{"benchmarks/experiments.py": experiments, "benchmarks/game.py": game, "benchmarks/search.py": search},
-    **{"benchmarks/speed.py": speed, "benchmarks/baselines/ppo_gru.py": ppo_gru, "benchmarks/peers.py": peers},
-    **{"benchmarks/scripted.py": scripted, "evaluation/partners.py": partners, "evaluation/inspector.py": inspector},
+    "benchmarks/experiments.py": experiments,
+    "benchmarks/game.py": game,
+    "benchmarks/scripted.py": scripted,
+    "benchmarks/speed.py": speed,
+    "benchmarks/baselines/ppo_gru.py": ppo_gru,
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
-SHELL = {"cp", "date", "while", "done", "cat", "grep", "do", "sleep", "echo", "tensorboard", "nvidia-cuda-mps-control"}
-FOREIGN = {
-    "--dist",
-    "--nproc-per-node",
-    "--nnodes",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--logdir",
-    "--transitions",
-    "--help",
-}
-TINY = {  # flags for runs of a second
+FOREIGN = {"--dist", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--help"}
+TINY = {
+    **TINY_RUN,
     "config": StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6),
-    **{"num_envs": 4, "num_steps": 8, "total_timesteps": 64, "log_every": 1, "policy_hidden": 16},
-    **{"num_minibatches": 2, "subgoal_hidden": 8, "goal_dim": 5, "subgoal_batch_size": 2, "wm_hidden": 16},
-    **{"wm_batch_size": 16, "pretraining_updates": 2, "pretraining_games": 4, "replay_rollouts": 2},
-    **{"imagination_horizon": 4, "trust_exact_match": 0.0},
+    "imagination_horizon": 4,
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The edits
+def text_of(page: Path) -> str:
+    """Without commands that are there at an older commit alone"""
+    return re.sub(r"^At commit .*\n", "", page.read_text(), flags=re.M)
+
+
+# ---- The edits
 
 
 def edits(page: str) -> dict[str, str]:
@@ -186,14 +177,13 @@ def test_the_edit_trains(name, changes, check, tmp_path, monkeypatch):
     assert returns.keys() == {*(f"return/player_{i}" for i in range(3)), "return/learners"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands and flags
+# ---- Commands and flags
 
 
 def command_lines():
     """Every line of code in a page or in a docstring"""
     for page in PAGES:
-        text = page.read_text()
+        text = text_of(page)
         for block in re.findall(r"```bash\n(.*?)```", text, re.S):
             yield from block.replace("\\\n", " ").splitlines()
         yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
@@ -234,146 +224,13 @@ def test_the_command_is_understood(command, monkeypatch):
         return
     parse_command(script, words)
     if "--" in words:
-        own = script == "benchmarks/experiments.py" and "hopplus_mcts.py" not in words  # see --script
-        other = hopplus_ppo if own else hopplus_mcts
-        other.parse_args(words[words.index("--") + 1 :])
-
-
-def shrunk(args, folder):
-    """The flags of a command with the sizes of a run of a second"""
-    most = {"num_seeds": 2, "num_envs": 4, "num_steps": 8, "total_timesteps": 32, "imagination_horizon": 4}
-    most |= {"num_minibatches": 2, "pretraining_updates": 1, "pretraining_games": 4, "replay_rollouts": 2}
-    most |= {"subgoal_hidden": 8, "subgoal_batch_size": 2, "subgoal_updates": 1, "wm_hidden": 16, "wm_batch_size": 16}
-    most |= {"policy_hidden": 16, "num_simulations": 2, "num_trees": 2, "num_samples": 50, "epochs": 1, "batch_size": 8}
-    most |= {"num_transitions": 50, "num_updates": 2, "held_out_games": 8, "log_every": 1}
-    small = {name: min(getattr(args, name), size) for name, size in most.items() if hasattr(args, name)}
-    config = args.config
-    config = dataclasses.replace(config, height=min(config.height, 4), width=4, final_time=min(config.final_time, 6))
-    given = {"device": "cpu", "run_dir": str(folder), "compile": False, "precision": "fp32", "config": config}
-    return dataclasses.replace(args, **small, **{name: x for name, x in given.items() if hasattr(args, name)})
-
-
-# Flags that make no other kind of run, with one word after them
-SIZES = {"--seed", "--num-seeds", "--exp-name", "--device", "--precision", "--log-every", "--total-timesteps"}
-SIZES |= {"--num-envs", "--num-minibatches", "--subgoal-batch-size", "--pretraining-updates", "--num-updates"}
-SIZES |= {"--epochs", "--batch-size", "--num-samples", "--num-transitions", "--num-simulations", "--num-trees"}
-SIZES |= {"--height", "--width", "--max-wall-pieces", "--num-stags", "--final-time"}
-
-
-def trainings() -> dict[str, tuple[str, ...]]:
-    """Commands that train; of those that differ only in size and board, one"""
-    elsewhere = {"--help", "--resume", "--evaluate", "--vae-checkpoint", "--world-model-checkpoint"}  # they need a run
-    found = {}
-    for script, *words in commands():
-        if (script in TRAINING or script.startswith(("my_", "pretrain_"))) and not elsewhere & set(words):
-            before = ["", *words]
-            kind = [word for word, last in zip(words, before, strict=False) if not {word, last} & SIZES]
-            found.setdefault(" ".join([script, *kind]).replace(" --compile", ""), (script, *words))
-    return found
-
-
-@pytest.mark.parametrize("command", trainings().values(), ids=" ".join)
-def test_the_command_trains(command, tmp_path, monkeypatch):
-    script, *words = command
-    module = edited(script[:-3]) if script.startswith("my_") else MODULES[script]
-    if script.startswith("pretrain_"):
-        monkeypatch.setattr(module, "draw_pictures", lambda *_: None)
-    module.main(shrunk(parse_command(script, words), tmp_path))
-    assert all((folder / "metrics.jsonl").stat().st_size for folder in tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def tiny_runs(tmp_path_factory):
-    """Folders of runs: two seeds of each training script, and a learner with a partner that stays"""
-    partner = "--seats learner,mixed,nearest_hare,nearest_hare --redraw never"
-    folders = {}
-    for kind, script, flags in (("ppo", hopplus_ppo, ""), ("mcts", hopplus_mcts, ""), ("one", hopplus_ppo, partner)):
-        args = shrunk(script.parse_args(["--num-seeds", "2", *flags.split()]), tmp_path_factory.mktemp("runs"))
-        folders[kind] = str(Path(script.main(args)["checkpoint"]).parent)
-    return folders
-
-
-def evaluations() -> list[tuple[str, ...]]:
-    gru = "runs/ppo_gru__*"  # its runs have tests of their own
-    return [command for command in commands() if command[0].startswith("evaluation/") and gru not in command]
-
-
-@pytest.mark.parametrize("command", evaluations(), ids=" ".join)
-def test_the_evaluation_runs(command, tiny_runs, tmp_path, monkeypatch):
-    script, *words = command
-    searching = {"search", "both", "--planner", "--num-simulations", "hopplus_mcts.py"} & set(words)
-    kind = "one" if script == "evaluation/partners.py" else "mcts" if searching else "ppo"
-    shutil.copytree(tiny_runs[kind], tmp_path / "RUN")
-    if "--others" in words:
-        shutil.copytree(tiny_runs["mcts"], tmp_path / "runs/RUN_A")
-        shutil.copytree(tiny_runs["one"], tmp_path / "runs/RUN_B")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "film", lambda *_: None)
-    monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
-    monkeypatch.setattr(adapt, "SETS", {name: sets[:1] for name, sets in adapt.SETS.items()})
-    copy = str(ROOT / ("hopplus_mcts.py" if searching else "hopplus_ppo.py"))
-    words = [{"runs/RUN": "RUN", "my_idea.py": copy, "my_copy.py": copy}.get(word, word) for word in words]
-    words = [copy if word == "hopplus_mcts.py" else word for word in words]
-    end = words.index("--") if "--" in words else len(words)
-    words[end:end] = {
-        "evaluation/evaluate.py": "--games 2",
-        "evaluation/inspector.py": "--games 1 --samples 1 --steps-ahead 1",
-        "evaluation/adapt.py": "--steps 32 --every 8 --repetitions 2 --no-references --imagined-games 2 --rounds 1"
-        " --update-epochs 1 --num-minibatches 1 --subgoal-updates 1",
-        "evaluation/subgoals.py": "--games 4",
-        "evaluation/partners.py": "--games-together 1 --places 8",
-    }[script].split()
-    before = set(tmp_path.rglob("*"))
-    MODULES[script].main(MODULES[script].parse_args(words))
-    assert set(tmp_path.rglob("*")) - before, "it leaves a file"
+        hopplus_mcts.parse_args(words[words.index("--") + 1 :])
 
 
 def test_experiments_that_pages_name_exist():
     for script, *words in commands():
-        args = parse_command(script, words) if script == "benchmarks/experiments.py" else experiments.Args()
-        assert set(args.section) <= experiments.SECTIONS.keys(), f"{args.section}: no such section"
-        assert set(args.patched) <= experiments.PATCHES.keys(), f"{args.patched}: no such mistake"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_line_of_code_is_known(page):
-    """What a block of shell commands runs is one of our scripts, which other tests parse and run, or a common tool"""
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|[;|&]", re.sub(r"\s+#.*|2> \S+", "", line)):
-                words = [word for word in part.split() if not re.fullmatch(r"[A-Z_]+=\S*|!", word)]
-                program = words[0].removeprefix(".venv/bin/") if words else "echo"
-                if program in ("python", "python3", "torchrun"):
-                    named = next((word for word in words if word.endswith(".py")), None)
-                    known = named in MODULES or re.fullmatch(r"my_\w+\.py", named or "")
-                    assert known or words[1:3] in (["-m", "venv"], ["-m", "pytest"]), line
-                elif program == "pip":
-                    assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file(), line
-                else:
-                    assert program in SHELL, f"{line}: nobody checks {program}"
-
-
-def test_every_training_page_launches_the_three_settings():
-    for script in (*TRAINING, "pretrain_vae.py", "pretrain_world_model.py"):
-        page = ROOT / f"docs/{script[:-3]}.md"
-        (block,) = re.findall(r"\nThree settings:\n\n```bash\n(.*?)```", page.read_text(), re.S)
-        launched = [shlex.split(line, comments=True) for line in block.splitlines()]
-        assert {tuple(words[:2]) for words in launched} == {("python", script)}
-        games = [parse_command(script, words[2:]).config for words in launched]
-        assert games == [
-            StagHuntConfig(height=4, width=4, num_hares=4, num_stags=1, max_wall_pieces=0),
-            StagHuntConfig(height=4, width=4, num_hares=4, num_stags=2, max_wall_pieces=0),
-            StagHuntConfig(height=8, width=8, num_hares=4, num_stags=1, max_wall_pieces=5),
-        ]
-
-
-def test_the_authors_values_are_one_command():
-    flags = f"--method hop {sections.AUTHORS_VALUES} {sections.AUTHORS_BOARD}"
-    assert ("hopplus_mcts.py", *flags.split()) in commands()
-
-
-def test_there_are_many_commands():
-    assert len(commands()) > 60 and {command[0] for command in commands()} >= MODULES.keys()
+        if script == "benchmarks/experiments.py":
+            assert set(parse_command(script, words).section) <= experiments.SECTIONS.keys(), words
 
 
 def known_flags() -> set[str]:
@@ -390,34 +247,22 @@ def known_flags() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_exists(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text_of(page)))
     assert named <= known_flags(), sorted(named - known_flags())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
+# ---- Metrics
 
 
 @functools.cache
-def logged(script: str) -> dict[str, set[str]]:
-    """What a tiny run of a script logs: {"scalars": tags, "images": tags, "histograms": tags}"""
+def logged(script: str) -> set[str]:
+    """What a tiny run of a training script logs"""
     with tempfile.TemporaryDirectory() as folder:
-        if script in TRAINING:
-            changes = {"num_simulations": 2} if script == "hopplus_mcts.py" else {}
-            method = "hopplus-mcts" if changes else "hopplus"
-            flags = TINY | changes | {"run_dir": folder}
-            MODULES[script].main(MODULES[script].make_args(method, "cpu", **flags))
-        else:
-            small = {
-                "pretrain_vae.py": "--num-samples 50 --epochs 1 --subgoal-hidden 8",
-                "pretrain_world_model.py": "--num-transitions 50 --num-updates 2 --wm-hidden 16",
-            }[script]
-            words = f"{small} --held-out-games 8 --device cpu --run-dir {folder}".split()
-            with unittest.mock.patch.object(MODULES[script], "draw_pictures"):
-                MODULES[script].main(MODULES[script].parse_args(words))
+        changes = {"num_simulations": 2} if script == "hopplus_mcts.py" else {}
+        method = "hopplus-mcts" if changes else "hopplus"
+        MODULES[script].main(MODULES[script].make_args(method, "cpu", **TINY, **changes, run_dir=folder))
         events = EventAccumulator(str(next(Path(folder).iterdir())))
-        events.Reload()
-        return {kind: set(events.Tags()[kind]) for kind in ("scalars", "images", "histograms")}
+        return set(events.Reload().Tags()["scalars"])
 
 
 def matches(documented: str, tag: str) -> bool:
@@ -437,7 +282,7 @@ def test_the_tables_of_metrics_are_complete(script):
     table = metric_table("docs/hopplus_ppo.md", "## Logged metrics")
     if script == "hopplus_mcts.py":
         table |= metric_table("docs/hopplus_mcts.md", "## Logged metrics")
-    tags = logged(script)["scalars"]
+    tags = logged(script)
     for tag in sorted(tags):
         assert any(matches(documented, tag) for documented in table), f"{tag} is logged, but not documented"
     for documented in table:
@@ -446,31 +291,7 @@ def test_the_tables_of_metrics_are_complete(script):
         assert found or silent, f"{documented} is documented, but not logged"
 
 
-@pytest.mark.parametrize("script", ["pretrain_vae.py", "pretrain_world_model.py"])
-def test_the_tables_of_pretraining_are_complete(script):
-    def short(tags):  # one table for the same metrics of several predictors, and at the end of a run
-        return {re.sub(r"^(moa_prior|moa/bayes|moa/ceiling)/", "moa/", tag.replace("wm_final/", "wm/")) for tag in tags}
-
-    table = short(metric_table(f"docs/{script[:-3]}.md", "## Logged metrics"))
-    tags = short(logged(script)["scalars"])
-    assert {tag for tag in tags if not any(matches(documented, tag) for documented in table)} == set()
-    assert {documented for documented in table if not any(matches(documented, tag) for tag in tags)} == set()
-
-
-def test_every_metric_that_a_page_names_exists():
-    tags = set()
-    for script in (*TRAINING, "pretrain_vae.py", "pretrain_world_model.py"):
-        tags |= set.union(*logged(script).values())
-    tags |= {tag[: tag.rindex("/") + 1] for tag in tags if "/" in tag}  # a whole group
-    groups = {tag.split("/")[0] for tag in tags if "/" in tag}
-    for page in PAGES:
-        named = set(re.findall(r"`(\w+/[\w/]*)`", page.read_text()))
-        missing = {tag for tag in named if tag.split("/")[0] in groups and not any(matches(tag, t) for t in tags)}
-        assert not missing, f"{page.name} names {sorted(missing)}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pages
+# ---- Pages
 
 
 def test_the_examples_of_the_game_run(capsys):
@@ -506,21 +327,6 @@ def test_every_link_resolves(page):
             assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_page_can_be_read(page):
-    """Lines of prose fit on a screen, and nothing refers to what the reader does not have"""
-    text = page.read_text()
-    long = [line for line in without_code(page).splitlines() if len(line) > 120 and not line.startswith(("|", "!["))]
-    assert not long, long[0]
-    assert "shared/" not in text and not re.search(r"\bthe notes\b", text, re.I)
-    hashes = re.findall(r"(?<![\w.#/=?])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}(?![\w.])", text)
-    assert not hashes, f"{hashes}: a commit?"
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
-
-
 def test_every_picture_is_shown_and_small():
     shown = {
         (page.parent / link).resolve()
@@ -529,14 +335,7 @@ def test_every_picture_is_shown_and_small():
     }
     for path in (*ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.gif")):
         assert path.stat().st_size < 300_000, path
-        assert path in shown or path.match("docs/results/section_*.png"), f"no page shows {path}"
-
-
-def test_the_picture_of_the_loop_names_functions_of_the_script():
-    names = re.findall(r'<text class="code"[^>]*>([^<]+)</text>', (ROOT / "docs/loop.svg").read_text())
-    source = (ROOT / "hopplus_ppo.py").read_text()
-    assert len(names) > 12
-    assert {name for name in names if not re.search(rf"\b{re.escape(name)}\(", source)} == set()
+        assert path in shown, f"no page shows {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

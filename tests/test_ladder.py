@@ -1,4 +1,4 @@
-"""Games in which it pays to know the others: scripted hunters, games together, the ladder of experiments"""
+"""Games in which it pays to know the others: the scripted hunter, games together"""
 
 import csv
 import dataclasses
@@ -7,7 +7,7 @@ from pathlib import Path
 import hopplus_mcts as mcts
 import hopplus_ppo as hop
 import stag_hunt_env as game
-from benchmarks import figures, results, scripted, sections
+from benchmarks import scripted
 from benchmarks.baselines import ppo_gru
 from evaluation import partners
 
@@ -17,31 +17,7 @@ import torch
 from helpers import write_checkpoint
 
 SMALL = game.StagHuntConfig(num_stags=2, final_time=5)
-
-
-def test_scripted_hunters_earn_more_the_more_they_know():
-    args = scripted.Args(places=1000, games=3, redraw="game", device="cpu", config=SMALL)
-    found = {hunter: float(scripted.play(args, hunter).mean()) for hunter in scripted.HUNTERS}
-    assert found["hares"] == pytest.approx(0.83, abs=0.03)
-    assert found["follow"] == pytest.approx(2.50, abs=0.12)
-    assert found["Bayes"] == pytest.approx(2.79, abs=0.12)
-    assert found["told"] == pytest.approx(3.16, abs=0.12)
-    stays = dataclasses.replace(args, redraw="never", places=300, games=10)
-    bayes, told = (float(scripted.play(stays, hunter).mean()) for hunter in ("Bayes", "told"))
-    assert told - bayes < 0.06  # after a game or two nothing is left to be told
-
-
-def test_a_told_hunter_goes_where_its_partner_goes():
-    env = game.StagHuntEnv(SMALL, 200, "cpu", 3)
-    seats = game.Seats(env, [["nearest_hare", "mixed", "nearest_hare", "nearest_hare"]], False, scripted.GOALS)
-    goal, partner = scripted.choose_goal("told", env, seats), seats.kinds[:, 1]
-    assert (goal[partner == 2] == 2).all()
-    hunts = partner < 2
-    assert ((goal == partner) | (goal == 2))[hunts].all()
-    late = (goal == 2) & hunts  # only where the stag is out of reach
-    for bound, number in (("first", 0), ("last", 1)):
-        distance = env.distance_to_prey(env.state, game.HUNT_STAG, bound).gather(1, env.state.position[:, :2].long())
-        assert torch.equal((distance.amax(1) >= 5)[partner == number], late[partner == number])
+POPULATION = ("first_stag", "last_stag", "nearest_hare")
 
 
 @pytest.mark.parametrize(("others", "expected"), [
@@ -52,7 +28,7 @@ def test_a_told_hunter_goes_where_its_partner_goes():
 def test_a_bayes_hunter_finds_out_who_hunts_with_it(others, expected):
     config = game.StagHuntConfig(height=8, width=8)
     args = scripted.Args(places=300, games=1, device="cpu", config=config)
-    returns = scripted.play(args, "", [*others[:1], "learner", *others[1:]])
+    returns = scripted.play(args, [*others[:1], "learner", *others[1:]])
     assert float(returns.mean()) == pytest.approx(expected, abs=3.5 * float(returns.std()) / 300**0.5 + 0.01)
 
 
@@ -106,7 +82,7 @@ def test_games_are_counted_place_by_place():
     assert found.tolist() == [[[0, 8], [5, 9]], [[10, 14], [3, 7]]]
 
 
-ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(scripted.GOALS), "num_seeds": 2}
+ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(POPULATION), "num_seeds": 2}
 TINY = ONE | {"config": SMALL, "num_envs": 4, "num_steps": 8, "redraw": "never"}
 NETWORKS = {
     "policy_hidden": 8,
@@ -284,7 +260,7 @@ def test_a_stranger_sits_in_mixed_seats(script, tmp_path, monkeypatch):
     play_partners(monkeypatch, paths, [], population="left_stag")
     for seats in seated:
         named = [seats.names[kind] for kind in seats.kinds[0, 1:].tolist()]
-        assert named == ["left_stag", "nearest_hare", "nearest_hare"] and seats.population == list(scripted.GOALS)
+        assert named == ["left_stag", "nearest_hare", "nearest_hare"] and seats.population == list(POPULATION)
     assert (tmp_path / "run/partners_left_stag.csv").exists()
 
 
@@ -324,37 +300,3 @@ def test_wrong_flags_and_files_of_partners_are_named(wrong, sentence, tmp_path):
     with pytest.raises(game.UserError, match=sentence):
         partners.main(partners.Args(paths=paths, device="cpu", **flags))
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_intervals_are_students():
-    mean, low, high = results.interval([1.0, 2.0, 3.0])
-    assert (mean, low, high) == pytest.approx((2.0, 2.0 - 2.4841, 2.0 + 2.4841), abs=1e-3)
-    rows = [{"run": run, "seed": str(seed), "return": str(value)} for run, values in
-            (("a", (3.0, 5.0, 4.0)), ("b", (1.0, 3.5, 1.5))) for seed, value in enumerate(values)]  # fmt: skip
-    assert results.paired(rows, "a", "b") == pytest.approx((2.0, 2.0 - 1.2421, 2.0 + 1.2421), abs=1e-3)
-    assert results.paired(rows, "a", "c") is None
-
-
-def test_steps_to_a_return():
-    lines = ["0 10 1.0", "0 20 2.0", "0 30 1.9", "1 10 1.0"]
-    rows = [dict(zip(("seed", "steps", "return"), line.split(), strict=True)) | {"run": "a"} for line in lines]
-    rows.append({"run": "a", "seed": "1", "steps": "20", "return": ""})
-    assert figures.steps_to(rows, "a", 1.9) == [20.0, np.inf]
-
-
-def test_every_arm_of_the_ladder_is_a_valid_command():
-    """All arms of the first task; of the others, which change the game alone, one of each script"""
-    first, *_ = sections.TASKS
-    for task in sections.TASKS:
-        for label, run in sections.arms(task).items():
-            if task != first and label not in ("inferred", "GRU", "HOP+"):
-                continue
-            words = [*run.flags.split(), "--device", "cpu"]
-            if run.script == sections.GRU:
-                args = ppo_gru.parse_args(words)
-                assert args.keep_state == ("--redraw" in run.flags and "--redraw game" not in run.flags)
-            else:
-                args = hop.parse_args(words)
-                hop.validate(args)
-                assert args.subgoals == {"told": "oracle", "HOP+": "inferred"}.get(label, label)
-            assert (args.seed, args.num_seeds) == (11, 5)  # settings were chosen with seeds 1 to 5
