@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import hopplus_mcts
@@ -321,39 +320,6 @@ def by_label(docs, name=""):
     return rows
 
 
-def test_seconds_and_steps_from_the_start_to_a_return():
-    lines = []
-    for steps, value in ((100, 1.0), (200, 2.9), (300, 2.9)):
-        own = {"steps": steps, "time/training": 1.0, "charts/episodic_return": value}
-        lines.append(own | {"all_steps": 1000 + steps, "all_seconds": 50.0 + steps})
-    row = experiments.summary_of(lines)
-    assert (row["steps_to_2.8"], row["all_steps_to_2.8"], row["all_seconds_to_2.8"]) == (200, 1200, 250.0)
-    assert "all_steps_to_2.8" not in experiments.summary_of([own])
-
-
-def test_what_was_cut_off_goes_on_where_it_was(tmp_path, monkeypatch):
-    args = experiments.Args(run_dir=str(tmp_path), extra_then="--device cpu")
-    run = sections.Run("--method ppo", then=("one.py RUN", "two.py RUN --modes a -- --planner mcts"))
-    checkpoint, calls = experiments.folder_of(args, run) / "x__1" / "checkpoint.pt", []
-
-    def call(words, **_):
-        calls.append(words[1:])
-        if words[1] == "hopplus_ppo.py":
-            checkpoint.parent.mkdir()
-            checkpoint.touch()
-        if words[1] == "two.py" and [words[0] for words in calls].count("two.py") == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(experiments.subprocess, "run", call)
-    with pytest.raises(KeyboardInterrupt):
-        experiments.make(args, run, threading.Semaphore(1))
-    experiments.make(args, run, threading.Semaphore(1))
-    assert sorted(words[0] for words in calls) == ["hopplus_ppo.py", "one.py", "two.py", "two.py"]
-    assert ["one.py", str(checkpoint), "--device", "cpu"] in calls
-    assert calls[3] == ["two.py", str(checkpoint), "--modes", "a", "--device", "cpu", "--", "--planner", "mcts"]
-    assert not checkpoint.exists() and (checkpoint.parent.parent / "finished").exists()
-
-
 def met(run, players, seed, repetition=0, sets="standard", **returns):
     return {"run": run, "sets": sets, "co_players": players, "repetition": repetition, "seed": seed, **returns}
 
@@ -442,27 +408,6 @@ def test_intervals():
     assert abs(mean - 3) < 0.15 and high - low == pytest.approx(4 / np.sqrt(400), rel=0.15) and low < mean < high
     mean, low, high = results.interval([2.0])
     assert mean == 2 and math.isnan(low) and math.isnan(high), "one seed says nothing about the others"
-
-
-def test_scores_are_normalised_by_the_references_of_the_same_board():
-    best = {
-        "run": "PPO",
-        "sets": "standard",
-        "co_players": "3 NH",
-        "random mean": "0.5",
-        "best response mean": "1.5",
-        "frozen mean": "1",
-        "Bayes hunter mean": "1.75",
-    }
-    other = {"run": "HOP+", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25", "frozen mean": "0.5"}
-    large = {"run": "HOP+, 8x8", "sets": "standard", "co_players": "3 NH", "learning mean": "1.25"}
-    references = results.reference_returns([best, other])
-    found = tables.normalised([other, large], references, "standard")
-    assert np.isnan(found.pop("HOP+, 8x8, learning")["3 NH"]), "this board has no references"
-    assert found == {"HOP+, frozen": {"3 NH": 0.0}, "HOP+, learning": {"3 NH": 0.75}}
-    both = [best, best | {"run": "PPO, 8x8"}]
-    found = tables.normalised(both, results.reference_returns(both), "standard")
-    assert found["Bayes hunter"] == found["Bayes hunter, 8x8"] == {"3 NH": 1.25} and len(found) == 4
 
 
 def test_hopplus_has_one_setting():

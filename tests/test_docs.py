@@ -1,6 +1,7 @@
 """README, docs and docstrings tell the truth: commands parse, flags and metrics exist, the edits train."""
 
 import functools
+import importlib
 import importlib.util
 import re
 import shlex
@@ -9,11 +10,9 @@ import tempfile
 from pathlib import Path
 
 import hopplus_mcts
-import hopplus_ppo
-import pretrain_vae
-import pretrain_world_model
 import stag_hunt_env
-from evaluation import adapt, evaluate, inspector, partners, runs, subgoals
+from benchmarks import experiments, speed
+from evaluation import adapt, evaluate, runs
 from stag_hunt_env import StagHuntConfig, parse
 
 import pytest
@@ -21,34 +20,12 @@ import torch
 from helpers import TINY_RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks"))
-sys.path.insert(0, str(Path(stag_hunt_env.__file__).resolve().parent / "benchmarks" / "baselines"))
-
-import decisions
-import experiments
-import game
-import ppo_gru
-import scripted
-import speed
-
 ROOT = Path(stag_hunt_env.__file__).resolve().parent
-TRAINING = {"hopplus_ppo.py": hopplus_ppo, "hopplus_mcts.py": hopplus_mcts}
+TRAINING = ("hopplus_ppo.py", "hopplus_mcts.py")
+FILES = [path for where in ("*.py", "evaluation/*.py", "benchmarks/**/*.py") for path in sorted(ROOT.glob(where))]
 MODULES = {
-    **TRAINING,
-    "stag_hunt_env.py": stag_hunt_env,
-    "pretrain_vae.py": pretrain_vae,
-    "pretrain_world_model.py": pretrain_world_model,
-    "evaluation/adapt.py": adapt,
-    "evaluation/evaluate.py": evaluate,
-    "evaluation/inspector.py": inspector,
-    "evaluation/partners.py": partners,
-    "evaluation/subgoals.py": subgoals,
-    "benchmarks/decisions.py": decisions,
-    "benchmarks/experiments.py": experiments,
-    "benchmarks/game.py": game,
-    "benchmarks/scripted.py": scripted,
-    "benchmarks/speed.py": speed,
-    "benchmarks/baselines/ppo_gru.py": ppo_gru,
+    str(path): importlib.import_module(".".join(path.with_suffix("").parts))
+    for path in (file.relative_to(ROOT) for file in FILES if "__main__" in file.read_text())
 }
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 FOREIGN = {"--dist", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--logdir", "--help"}
