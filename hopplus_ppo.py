@@ -56,20 +56,10 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 FORMAT = "hopplus_ppo.py 16"  # of a checkpoint
-KEYS = {  # in it
-    "args": dict,
-    "iteration": int,
-    "device": str,
-    "states": list,
-    "script": dict,
-    "folders": list,
-    "seconds": float,
-}
 PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
     "vae_checkpoint": ("pretrain_vae.py 10", ("prior", "inference", "moa")),
     "world_model_checkpoint": ("pretrain_world_model.py 10", ("world",)),
 }
-PRETRAINED_KEYS = {"must_match": dict, "networks": dict}
 MAY_CHANGE = ("total_timesteps", "log_every", "save_seconds")  # when a run is resumed
 PICTURES = 10  # how often in a run histograms go to TensorBoard
 MOA_STRIDE = 8  # MOA is measured on every 8th step
@@ -271,7 +261,7 @@ def make_args(method: str = "hopplus", device: str = "auto", **changes) -> Args:
     """Complete flags; with `resume` those of the run that goes on"""
     if changes.get("resume") is not None:
         path = game.find_checkpoint(changes["resume"], "--resume")
-        saved = game.load_checkpoint(path, FORMAT, KEYS)["args"]
+        saved = game.load_checkpoint(path, FORMAT)["args"]
         return load_args(path, saved, device=device, **changes)
     refuse(method not in METHODS, f"--method must be one of {', '.join(METHODS)}, not {method}")
     kind = game.resolve_device(device).type
@@ -294,11 +284,9 @@ def describe_defaults(args: Args) -> str:
 def load_args(path: str | Path, saved: dict, **changes) -> Args:
     """The flags of a checkpoint, with changes"""
     try:
-        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
-        validate(args)
-    except (TypeError, KeyError, AttributeError) as error:
+        return Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+    except TypeError as error:
         raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
-    return args
 
 
 def parse_args(words: list[str]) -> Args:
@@ -2134,7 +2122,7 @@ class TrainState:
             del kept[name]["replay"]
         game.copy_nested_(kept, saved)
         for name, replay in replays.items():
-            replay.load_state_dict(saved[name].get("replay", {}))
+            replay.load_state_dict(saved[name]["replay"])
         self.games.env.generator.set_state(saved["games"]["env"]["generator"])
         torch.set_rng_state(saved["cpu_random"])
         if self.eps.is_cuda:
@@ -2190,14 +2178,13 @@ def load_pretrained(args: Args, networks: Networks) -> None:
             continue
         misfit = f"{game.flag(name)} {path} does not fit"
         game.find_checkpoint(path, game.flag(name))
-        saved = game.load_checkpoint(path, expected, PRETRAINED_KEYS)
+        saved = game.load_checkpoint(path, expected)
         for key, there in saved["must_match"].items():
             here = flags.get(key)
             refuse(there != here, f"{misfit}: {key} {there}, here {here}")
         for network_name in network_names:
             network = getattr(networks, network_name)
-            weights = saved["networks"].get(network_name) or {}
-            refuse(not weights, f"{misfit}: {network_name} is missing in what was saved")
+            weights = saved["networks"][network_name]
             learners_per_seed = len(network) // args.num_seeds
             seed = torch.arange(len(network)) // learners_per_seed
             index = seed % min(len(x) for x in weights.values())
@@ -2359,7 +2346,7 @@ def train_iteration(state: TrainState) -> dict:
 def resume_run(args: Args, device: torch.device, num_ranks: int) -> tuple[Args, dict]:
     """-> the flags with the path of the checkpoint, the checkpoint"""
     args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
-    checkpoint = game.load_checkpoint(args.resume, FORMAT, KEYS)
+    checkpoint = game.load_checkpoint(args.resume, FORMAT)
     game.check_resume(args, load_args(args.resume, checkpoint["args"]), MAY_CHANGE)
     steps = checkpoint["iteration"] * args.num_envs * args.num_steps
     refuse(steps > total_steps(args), f"--total-timesteps {args.total_timesteps}: the run has {steps} already")
@@ -2383,13 +2370,10 @@ def script_version() -> dict[str, str]:
 
 def load_state(args: Args, state: TrainState, checkpoint: dict, rank: int, say) -> None:
     """What a resumed run goes on from"""
-    try:
-        state.load_state_dict(checkpoint["states"][rank])
-    except game.UserError as error:
-        raise game.UserError(f"--resume {args.resume}: {error}") from error
+    state.load_state_dict(checkpoint["states"][rank])
     made_by = checkpoint["script"]
     if made_by != script_version():
-        say(f"{args.resume} was made by another text than this script: {made_by.get('name')}")
+        say(f"{args.resume} was made by another text than this script: {made_by['name']}")
 
 
 def prepare(args: Args, state: TrainState, seeds: list[int], rank: int, say) -> None:

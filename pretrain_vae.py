@@ -46,17 +46,6 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 FORMAT = "pretrain_vae.py 10"  # of a checkpoint
-KEYS = {  # in it
-    "args": dict,
-    "device": str,
-    "step": int,
-    "must_match": dict,
-    "networks": dict,
-    "moa_prior": dict,  # what only --resume reads
-    "optimizer": dict,
-    "seconds": float,
-    "folders": list,
-}
 MUST_MATCH = ("goal_kind", "goal_dim", "subgoal_hidden")  # flags, where its networks are loaded
 BOARD_MUST_MATCH = ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
 MAY_CHANGE = ("epochs",)  # when a run is resumed
@@ -135,18 +124,16 @@ def make_args(**changes) -> Args:
     if changes.get("resume") is None:
         return Args(**changes)
     path = game.find_checkpoint(changes["resume"], "--resume")
-    saved = game.load_checkpoint(path, FORMAT, KEYS)["args"]
+    saved = game.load_checkpoint(path, FORMAT)["args"]
     return load_args(path, saved, **changes)
 
 
 def load_args(path: str | Path, saved: dict, **changes) -> Args:
     """The flags of a checkpoint, with changes"""
     try:
-        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
-        validate(args)
-    except (TypeError, KeyError, AttributeError) as error:
+        return Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+    except TypeError as error:
         raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
-    return args
 
 
 def parse_args(words: list[str]) -> Args:
@@ -997,7 +984,7 @@ def log_rows(losses: dict[str, list[float]], tables: list[dict], learning_rate: 
 def resume_run(args: Args, device: torch.device) -> tuple[Args, dict]:
     """-> the flags with the path of the checkpoint, the checkpoint"""
     args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
-    checkpoint = game.load_checkpoint(args.resume, FORMAT, KEYS)
+    checkpoint = game.load_checkpoint(args.resume, FORMAT)
     game.check_resume(args, load_args(args.resume, checkpoint["args"]), MAY_CHANGE)
     kind = checkpoint["device"]
     start = f"--resume {args.resume} is a run on {kind}"
@@ -1007,17 +994,11 @@ def resume_run(args: Args, device: torch.device) -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def load_models(args: Args, models: dict[str, Stacked], optimizer, checkpoint: dict) -> None:
+def load_models(models: dict[str, Stacked], optimizer, checkpoint: dict) -> None:
     weights = {**checkpoint["networks"], "moa_prior": checkpoint["moa_prior"]}
-    try:
-        for name, stacked in models.items():
-            stacked.load_state_dict(weights.get(name))
-    except game.UserError as error:
-        raise game.UserError(f"--resume {args.resume}: {error}") from error
-    try:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise game.UserError(f"{args.resume}: its optimizer does not fit: {error}") from error
+    for name, stacked in models.items():
+        stacked.load_state_dict(weights[name])
+    optimizer.load_state_dict(checkpoint["optimizer"])
 
 
 def save_run(run: game.Run, args: Args, models: dict, optimizer, epoch: int, seconds: float) -> None:
@@ -1073,7 +1054,7 @@ def main(args: Args) -> dict[str, float]:
     params = [p for stacked in models.values() for p in stacked.parameters()]
     optimizer = torch.optim.Adam(params, args.learning_rate, fused=True)
     if checkpoint:
-        load_models(args, models, optimizer, checkpoint)
+        load_models(models, optimizer, checkpoint)
     unfinished = epoch < args.epochs
     run = game.Run(args, f"{config.setting}_{args.goal_kind}", checkpoint, epoch)
     path = run.folders[0] / "checkpoint.pt"

@@ -40,16 +40,6 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 FORMAT = "pretrain_world_model.py 10"  # of a checkpoint
-KEYS = {  # in it
-    "args": dict,
-    "device": str,
-    "step": int,
-    "must_match": dict,
-    "networks": dict,
-    "optimizer": dict,
-    "seconds": float,
-    "folders": list,
-}
 RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "strengths")
 MAY_CHANGE = ("num_updates", "log_every")  # when a run is resumed
 STEPS_AHEAD = (1, 3, 5, 10, 20)
@@ -117,18 +107,16 @@ def make_args(**changes) -> Args:
     if changes.get("resume") is None:
         return Args(**changes)
     path = game.find_checkpoint(changes["resume"], "--resume")
-    saved = game.load_checkpoint(path, FORMAT, KEYS)["args"]
+    saved = game.load_checkpoint(path, FORMAT)["args"]
     return load_args(path, saved, **changes)
 
 
 def load_args(path: str | Path, saved: dict, **changes) -> Args:
     """The flags of a checkpoint, with changes"""
     try:
-        args = Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
-        validate(args)
-    except (TypeError, KeyError, AttributeError) as error:
+        return Args(**saved | changes | {"config": StagHuntConfig(**saved["config"])})
+    except TypeError as error:
         raise game.UserError(f"{path}: its flags are not those of this script: {error}") from error
-    return args
 
 
 def parse_args(words: list[str]) -> Args:
@@ -902,7 +890,7 @@ def run_seeds(args: Args) -> list[int]:
 def resume_run(args: Args, device: torch.device) -> tuple[Args, dict]:
     """-> the flags with the path of the checkpoint, the checkpoint"""
     args = dataclasses.replace(args, resume=str(game.find_checkpoint(args.resume, "--resume")))
-    checkpoint = game.load_checkpoint(args.resume, FORMAT, KEYS)
+    checkpoint = game.load_checkpoint(args.resume, FORMAT)
     game.check_resume(args, load_args(args.resume, checkpoint["args"]), MAY_CHANGE)
     kind = checkpoint["device"]
     start = f"--resume {args.resume} is a run on {kind}"
@@ -910,20 +898,6 @@ def resume_run(args: Args, device: torch.device) -> tuple[Args, dict]:
     update = checkpoint["step"]
     refuse(update > args.num_updates, f"--num-updates {args.num_updates}: the run has {update} already")
     return args, checkpoint
-
-
-def load_weights(path: str, world: Stacked, checkpoint: dict) -> None:
-    try:
-        world.load_state_dict(checkpoint["networks"].get("world"))
-    except game.UserError as error:
-        raise game.UserError(f"{path}: {error}") from error
-
-
-def load_optimizer(path: str, optimizer, checkpoint: dict) -> None:
-    try:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise game.UserError(f"{path}: its optimizer does not fit: {error}") from error
 
 
 def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, seconds: float) -> None:
@@ -946,7 +920,7 @@ def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, 
 
 def evaluate(args: Args) -> dict[str, float]:
     """Measures the checkpoint --evaluate, on its board or on another"""
-    checkpoint = game.load_checkpoint(args.evaluate, FORMAT, KEYS)
+    checkpoint = game.load_checkpoint(args.evaluate, FORMAT)
     args = load_args(
         args.evaluate,
         checkpoint["args"],
@@ -960,7 +934,7 @@ def evaluate(args: Args) -> dict[str, float]:
     seeds = run_seeds(args)
     games = [collect_games(args, config, seed, device)[1] for seed in seeds]
     world = make_world_model(args, config, seeds, device)
-    load_weights(args.evaluate, world, checkpoint)
+    world.load_state_dict(checkpoint["networks"]["world"])
     results = game.find_checkpoint(args.evaluate).parent / f"evaluation_{config.setting}"
     folders = [results / f"seed_{seed}" for seed in seeds]
     try:
@@ -995,8 +969,8 @@ def main(args: Args) -> dict[str, float]:
     world = make_world_model(args, config, seeds, device)
     optimizer = torch.optim.Adam(world.parameters(), args.learning_rate, fused=True)
     if checkpoint:
-        load_weights(args.resume, world, checkpoint)
-        load_optimizer(args.resume, optimizer, checkpoint)
+        world.load_state_dict(checkpoint["networks"]["world"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
     unfinished = update < args.num_updates
     run = game.Run(args, f"{config.setting}_{args.wm_head}", checkpoint, update)
     path = run.folders[0] / "checkpoint.pt"

@@ -106,7 +106,7 @@ def load_run(args, words: list[str], needs: tuple[str, ...] = ()) -> Run:
     if args.script is not None:
         script_path = Path(args.script)
     script = load_script(script_path, made_by, needs)
-    checkpoint = game.load_checkpoint(path, content["format"], {"args": dict, "states": list})
+    checkpoint = game.load_checkpoint(path, content["format"])
     check_checkpoint(path, checkpoint)
     flags = load_flags(path, checkpoint["args"], script, args.device, check=not words)
     if words:

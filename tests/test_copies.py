@@ -10,7 +10,7 @@ ROOT = Path(stag_hunt_env.__file__).resolve().parent
 SCRIPTS = ("hopplus_ppo.py", "hopplus_mcts.py", "pretrain_vae.py", "pretrain_world_model.py")
 OWN = {  # each script has its own
     *("Args", "RunArgs", "DataArgs", "OpponentArgs", "WorldModelArgs", "GROUPS"),
-    *("FORMAT", "KEYS", "MAY_CHANGE"),
+    *("FORMAT", "MAY_CHANGE"),
     *("make_args", "parse_args", "validate"),
     *("optimizer_step", "measure", "draw_pictures", "log_rows"),
     *("resume_run", "save_run", "main"),

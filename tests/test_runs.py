@@ -3,19 +3,13 @@
 import contextlib
 import copy
 import dataclasses
-import errno
-import hashlib
 import importlib.util
 import inspect
 import itertools
 import json
 import math
-import os
-import pickle
 import re
-import shlex
 import shutil
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -44,7 +38,7 @@ def run(run_dir, method="hopplus", **changes):
 
 
 def load(path):
-    return game.load_checkpoint(path, hop.FORMAT, hop.KEYS)
+    return game.load_checkpoint(path, hop.FORMAT)
 
 
 def folders_of(run_dir):
@@ -72,14 +66,6 @@ KEYS = {  # a few of each method, and how many there are at least
     "ppo-omg": (PPO_KEYS + OMG_KEYS, 35),
     "hopplus": (PPO_KEYS + OMG_KEYS + HOPPLUS_KEYS, 45),
 }
-
-
-def assert_flags_as_in_help(events):
-    text = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
-    shown = [line.split("|")[1] for line in text.splitlines()[2:]]
-    in_help = [field.name for group in hop.GROUPS.values() for field in dataclasses.fields(group)]
-    assert sorted(shown) == sorted([*in_help, "checkpoint"])
-    assert "|height|3|" in text and "|learning_rate|" in text
 
 
 @pytest.mark.parametrize("method", hop.METHODS)
@@ -118,7 +104,8 @@ def test_what_a_run_leaves_behind(method, runs):
             finite = {step: value for step, value in values.items() if value is not None}
             assert scalar == pytest.approx(finite, rel=1e-5), name
         assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
-        assert_flags_as_in_help(events)
+        flags = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
+        assert "|method|" in flags and "|height|3|" in flags
         assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
         if method != "ppo":
             parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
@@ -142,31 +129,6 @@ def test_histograms_are_of_the_samples_that_count(runs):
                 of_each_learner = rows[event.step][f"{kind}/samples"]
                 assert event.histogram_value.num == pytest.approx(3 * of_each_learner)
         assert min(row["real/samples"] for row in rows.values()) < 32, "somebody has left"
-
-
-def test_every_metric_is_logged_under_its_name(tmp_path, monkeypatch):
-    """Those of the finished games as charts"""
-    measured, add = set(), hop.MetricSums.add
-    monkeypatch.setattr(hop.MetricSums, "add", lambda sums, metrics: (measured.update(metrics), add(sums, metrics)))
-    run(tmp_path, total_timesteps=64)
-    names = {name for name in measured if not name.startswith("games/")}
-    assert len(names) > 40
-    for line in lines_of(folders_of(tmp_path)[0]):
-        assert names <= line.keys()
-        others = {name for name in line.keys() - names if not name.startswith(("charts/", "time/", "per_agent/"))}
-        assert others == {"steps"}
-
-
-def test_the_seconds_before_training_add_up(runs, monkeypatch):
-    times = iter([10.0, 11.0, 14.0])
-    monkeypatch.setattr(game.time, "perf_counter", lambda: next(times))
-    start = game.Stopwatch()
-    start.record("networks")
-    start.record("graphs")
-    assert start.stages == {"imports": game.IMPORT_SECONDS, "networks": 1.0, "graphs": 3.0}
-    for line in lines_of(folders_of(runs["hopplus"][0])[0]):
-        stages = [x for name, x in line.items() if name.startswith("time/start/")]
-        assert len(stages) == 4 and sum(stages) == pytest.approx(line["time/ready"])
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs, tmp_path):
@@ -253,68 +215,18 @@ def well(tmp_path_factory):
     return run(tmp_path_factory.mktemp("well"), total_timesteps=96)
 
 
-@pytest.mark.parametrize(
-    ("name", "times"),
-    [("add_scalar", 3), ("add_histogram", 3), ("add_text", 1), ("close", 1)],
-)
-def test_tensorboard_that_fails_costs_nothing(name, times, well, tmp_path, monkeypatch, capsys):
+def test_tensorboard_that_fails_costs_nothing(well, tmp_path, monkeypatch, capsys):
     """Each time a line says so"""
 
     def fails(*_, **__):
         raise RuntimeError("singular")
 
-    monkeypatch.setattr(SummaryWriter, name, fails)
-    capsys.readouterr()
+    monkeypatch.setattr(SummaryWriter, "add_scalar", fails)
     final = run(tmp_path / "failing", total_timesteps=96)
-    printed = capsys.readouterr()
     line = "could not write to TensorBoard: RuntimeError: singular; the run goes on"
-    assert (printed.out + printed.err).count(line) == times
-    first, second = (torch.load(x["checkpoint"], weights_only=True) for x in (well, final))
+    assert capsys.readouterr().out.count(line) == 3
+    first, second = (load(x["checkpoint"]) for x in (well, final))
     assert second["iteration"] == 3 and same_tree(first["states"], second["states"])
-    numbers = [{name: x for name, x in found.items() if name != "checkpoint"} for found in (final, well)]
-    assert numbers[0] == pytest.approx(numbers[1], rel=0, abs=0, nan_ok=True)
-
-
-def test_charts_of_games_when_none_has_ended(tmp_path):
-    """null in metrics.jsonl, no point in TensorBoard"""
-    run = Run(make_args("ppo", run_dir=str(tmp_path)), "any", None, 0)
-    for step, mean_return in ((32, math.nan), (64, 1.5)):
-        run.log(step, [{"charts/episodic_return": mean_return, "losses/value_loss": 0.25, "moa/nll": math.nan}])
-    run.close()
-    folder = run.folders[0]
-    assert [line["charts/episodic_return"] for line in lines_of(folder)] == [None, 1.5]
-    events = EventAccumulator(str(folder)).Reload()
-    assert [(x.step, x.value) for x in events.Scalars("charts/episodic_return")] == [(64, 1.5)]
-    assert [x.step for x in events.Scalars("losses/value_loss")] == [32, 64]
-    assert "moa/nll" not in events.Tags()["scalars"]
-
-
-def test_checkpoints_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
-    done, save = [], Run.save
-    monkeypatch.setattr(hop, "PICTURES", 2)
-    monkeypatch.setattr(Run, "save", lambda run, content: (done.append("save"), save(run, content)))
-    monkeypatch.setattr(hop, "add_histograms", lambda *_: done.append("draw"))
-    run(tmp_path, "ppo", save_seconds=0.0, total_timesteps=4 * 32)
-    assert done == ["save", "save", "draw", "save", "save", "draw"]
-
-
-def test_a_folder_that_cannot_be_written_ends_in_one_line_before_pretraining(tmp_path, monkeypatch, capsys):
-    """There when the flags were read, but full now"""
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr(hop, "pretrain", None)
-    monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py"])
-    args = make_args(run_dir=str(tmp_path))
-    with pytest.raises(SystemExit) as stop:
-        command_line(lambda words: args, hop.main)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2
-    assert line.startswith(f"error: could not write to {tmp_path}/hopplus_ppo__") and line.endswith(
-        "No space left on device"
-    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "seats": "learner,mixed,learner"}])
@@ -327,13 +239,7 @@ def test_no_cast_depends_on_the_machine(changes, tmp_path):
 def test_casts_that_depend_on_the_machine_are_noticed():
     with NoNonFiniteCasts() as seen:
         assert torch.tensor([-0.9, 255.9]).to(torch.uint8).tolist() == [0, 255] and seen.casts == 1
-        torch.tensor([math.nan]).double()
-        for value, dtype in (
-            (math.nan, torch.int64),
-            (math.inf, torch.int32),
-            (256.0, torch.uint8),
-            (-1.0, torch.uint8),
-        ):
+        for value, dtype in ((math.nan, torch.int64), (256.0, torch.uint8), (-1.0, torch.uint8)):
             with pytest.raises(AssertionError, match="no torch"):
                 torch.tensor([value]).to(dtype)
             with pytest.raises(AssertionError, match="no torch"):
@@ -449,95 +355,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkey
     assert again["checkpoint"] == str(checkpoint) and len(lines_of(checkpoint.parent)) == 6
 
 
-def test_what_was_trained_on_is_part_of_the_checkpoint(runs):
-    saved = torch.load(runs["hopplus"][1]["checkpoint"], weights_only=True)["states"][0]
-    replay, watched = saved["games"]["replay"], saved["watched"]["replay"]
-    assert replay["pushed"] == 3 and watched["pushed"] == 2 + 2
-    assert replay["data"]["board"].shape == (2, 6, 8, 4, 3 + 4) and replay["data"]["board"].dtype == torch.uint8
-    assert watched["data"]["board"].shape == (2, 6, 8, 2, 3 + 4)
-    assert saved["optimizers"]["policy"][0]["step"] == 3 * 2 * 2
-    assert saved["networks"]["world"]["trunk.0.weight"].shape[0] == 6
-
-
-@pytest.fixture(scope="module")
-def files(runs, tmp_path_factory):
-    """Checkpoints that are not what they seem"""
-    folder, checkpoint = tmp_path_factory.mktemp("files"), Path(runs["hopplus"][1]["checkpoint"])
-    saved = torch.load(checkpoint, weights_only=True)
-    found = {"checkpoint": checkpoint, "missing": folder / "missing.pt", "folder": folder}
-    contents = {
-        "abacus": saved | {"device": "abacus"},
-        "two ranks": saved | {"states": saved["states"] * 2},
-        "other format": saved | {"format": "hopplus-0"},
-        "list": [1, 2],
-        "no number": saved | {"iteration": "x"},
-        "negative": saved | {"iteration": -1},
-        "nowhere": saved | {"folders": []},
-        "no state": saved | {"states": None},
-        "unfit": {"format": pretrain_vae.FORMAT, "must_match": None, "networks": {}},
-        "empty": {"format": pretrain_vae.FORMAT, "must_match": {}, "networks": None},
-        "no MOA": {"format": pretrain_vae.FORMAT, "must_match": {}, "networks": {"prior": {}, "inference": {}}},
-    }
-    for name, content in contents.items():
-        found[name] = folder / f"{name}.pt"
-        save_as_run(found[name], content)
-    found["cut"], found["text"] = folder / "cut.pt", folder / "text.pt"
-    found["cut"].write_bytes(checkpoint.read_bytes()[:-5000])
-    found["text"].write_text("not a checkpoint")
-    forged = pickle.dumps(Forged(folder / "executed"))
-    found["forged"] = folder / "forged.pt"
-    found["forged"].write_bytes(forged + hashlib.sha256(forged).digest())
-    return found
-
-
-class Forged:
-    """Whoever loads it with pickle makes a file"""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-REFUSED_FILES = [
-    ({"resume": "missing"}, "there is no checkpoint"),
-    ({"resume": "folder"}, "is no run folder: it has no args.json"),
-    ({"resume": "forged"}, "forged.pt is no checkpoint: "),
-    ({"resume": "no number"}, "is no whole checkpoint: its iteration is missing or wrong"),
-    ({"resume": "negative"}, "its iteration is missing or wrong"),
-    ({"resume": "nowhere"}, "its folders is missing or wrong"),
-    ({"resume": "no state"}, "its states is missing or wrong"),
-    ({"vae_checkpoint": "unfit"}, "its must_match is missing or wrong"),
-    ({"vae_checkpoint": "empty"}, "its networks is missing or wrong"),
-    ({"vae_checkpoint": "no MOA"}, "no MOA.pt does not fit: prior is missing"),
-    ({"vae_checkpoint": "forged"}, "forged.pt is no checkpoint: "),
-    ({"resume": "cut"}, "cut short or no checkpoint: its checksum is wrong"),
-    ({"resume": "text"}, "its checksum is wrong"),
-    ({"resume": "other format"}, "no checkpoint of this script: it is 'hopplus-0', not 'hopplus_ppo.py 1"),
-    ({"resume": "list"}, "it is 'list'"),
-    ({"resume": "abacus"}, "goes on on 1 rank(s) on abacus only"),
-    ({"resume": "two ranks"}, "goes on on 2 rank(s) on cpu only"),
-    ({"vae_checkpoint": "missing"}, "missing.pt: there is no checkpoint"),
-    ({"vae_checkpoint": "checkpoint"}, f"not '{pretrain_vae.FORMAT}'"),
-    ({"world_model_checkpoint": "cut"}, "cut short"),
-    ({"world_model_checkpoint": "checkpoint"}, f"not '{pretrain_world_model.FORMAT}'"),
-]
-
-
-@pytest.mark.parametrize(("flags", "words"), REFUSED_FILES)
-def test_files_that_do_not_fit_are_refused_before_anything_is_written(flags, words, files, tmp_path, monkeypatch):
-    before = sorted(files["checkpoint"].parents[1].rglob("*"))
-    for name in ("rollout", "pretrain"):  # nothing is prepared in vain
-        monkeypatch.setattr(hop, name, None)
-    flags = {name: str(files[value]) for name, value in flags.items()}
-    with pytest.raises(UserError) as error:
-        hop.main(hop.make_args(device="cpu", **flags)) if "resume" in flags else run(tmp_path / "runs", **flags)
-    assert words in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "runs").exists() and sorted(files["checkpoint"].parents[1].rglob("*")) == before
-    assert not (files["folder"] / "executed").exists()
-
-
 def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
     """Seed s takes the checkpoint's seed s, again from the first where there are fewer"""
     saved = torch.load(runs["hopplus"][1]["checkpoint"], weights_only=True)
@@ -593,45 +410,6 @@ def test_defaults_follow_method_and_device(monkeypatch):
         hop.make_args("dqn")
 
 
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
-def test_a_large_board_takes_more_steps_on_a_cpu(method):
-    small = hop.parse_args(["--method", method, "--device", "cpu", "--height", "2", "--width", "8"])
-    large = hop.parse_args(["--method", method, "--device", "cpu", "--height", "5", "--width", "4"])
-    assert small.total_timesteps == hop.make_args(method, "cpu").total_timesteps
-    assert large.total_timesteps == hop.LARGE_BOARD[method, "cpu"]["total_timesteps"] > 2 * small.total_timesteps
-    words = ["--method", method, "--device", "cpu", "--height", "8", "--width", "8", "--total-timesteps", "7"]
-    assert hop.parse_args(words).total_timesteps == 7
-    with pytest.raises(SystemExit):  # as any other flag
-        hop.parse_args(["--height", "many"])
-
-
-def test_the_table_of_defaults_is_whole_and_says_nothing_twice():
-    methods, devices = ("ppo", "ppo-omg", "hopplus"), ("cpu", "cuda")
-    assert set(hop.DEFAULTS) == set(itertools.product(methods, devices)) and methods == hop.METHODS
-    usual = hop.Args()
-    for (method, device), changes in hop.DEFAULTS.items():
-        for name, value in changes.items():
-            assert value != getattr(usual, name), f"{method} on {device}: {name} is {value} anyway"
-
-
-def test_help_shows_groups_and_true_defaults(capsys):
-    with pytest.raises(SystemExit) as stop:
-        hop.parse_args(["--help", "--method", "ppo", "--device", "cpu"])
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    assert not stop.value.code
-    places = [text.index(f"{name.replace('_', '-')} options") for name in hop.GROUPS]
-    assert places == sorted(places) and len(places) == 8
-    for part in (
-        "E, games per seed (default: 256)",
-        "env steps per seed (default: 350000)",
-        "--anneal-lr, --no-anneal-lr",
-    ):
-        assert part in text, part
-    for name, group in hop.GROUPS.items():
-        for field in dataclasses.fields(group):
-            assert f"--{field.name.replace('_', '-')}" in text, (name, field.name)
-
-
 def test_every_flag_is_explained():
     grouped = {field.name: group for group in hop.GROUPS.values() for field in dataclasses.fields(group)}
     own = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
@@ -642,57 +420,29 @@ def test_every_flag_is_explained():
         assert "  # " in line or (after.startswith('    """') and len(after) > 12), name
 
 
-BAD_FLAGS = [
+BAD_FLAGS = [  # one for each kind of check
     ("--nonsense 3", "--nonsense"),
     ("--num-envs three", "three"),
-    ("--num-envs", "--num-envs"),
     ("--method dqn", "--method must be one of ppo, ppo-omg, hopplus, not dqn"),
-    ("--subgoals bayes", "bayes"),
     ("--goal-kind cubic", "cubic"),
-    ("--device tpu", "tpu"),
     ("--num-envs 0", "--num-envs must be >= 1, not 0"),
-    ("--num-steps -1", "--num-steps must be >= 1, not -1"),
-    ("--num-seeds 0", "--num-seeds must be >= 1"),
-    ("--seed -1", "--seed must be >= 0"),
-    ("--total-timesteps 0", "--total-timesteps must be >= 1"),
-    ("--log-every 0", "--log-every must be >= 1"),
-    ("--save-seconds -1", "--save-seconds must be >= 0"),
-    ("--learning-rate -0.001", "--learning-rate must be > 0"),
     ("--learning-rate nan", "--learning-rate must be > 0, not nan"),
-    ("--gamma 1.5", "--gamma must be 0 to 1"),
-    ("--gae-lambda nan", "--gae-lambda must be 0 to 1"),
-    ("--clip-coef 0", "--clip-coef must be > 0"),
-    ("--ent-coef -1", "--ent-coef must be >= 0"),
-    ("--max-grad-norm inf", "--max-grad-norm must be > 0, not inf"),
-    ("--kl-coef -1", "--kl-coef must be >= 0"),
-    ("--history-reset-prob 1.5", "--history-reset-prob must be 0 to 1"),
-    ("--subgoal-updates -1", "--subgoal-updates must be >= 0"),
-    ("--ppo-real-ratio 2", "--ppo-real-ratio must be 0 to 1"),
     ("--ppo-real-ratio 0 --critic-data real", "--ppo-real-ratio 0 needs --critic-data mixed"),
     ("--num-minibatches 9999", "--num-minibatches exceeds"),
     ("--imagination-horizon 33", "--imagination-horizon is measured on --num-steps 32"),
     ("--seats random,random,random,random", "nobody learns"),
-    ("--seats learner,learner", "--seats names 2, but the game has --num-players 4"),
-    ("--seats learner,me,learner,learner", "--seats: unknown player 'me'"),
-    ("--population random,me", "--population: unknown player 'me'"),
-    ("--population random,random", "--population names a player twice"),
     ("--redraw sometimes", "--redraw must be game, never or a probability"),
-    ("--unsteady 1.5", "--unsteady must be"),
-    ("--subgoals oracle --goal-dim 3", "--subgoals oracle needs --goal-dim > 3"),
     ("--goal-kind discrete --goal-dim 1", "--goal-kind discrete needs --goal-dim 2"),
-    ("--strengths 1 2", "--strengths must be 4 numbers"),
-    ("--strengths", "--strengths must be 4 numbers"),
-    ("--stag-reward 1e39", "--stag-reward must be -1e6 to 1e6"),
-    ("--num-envs 10000000000000000", "--num-envs must be at most 1e+15"),
     ("--subgoal-batch-size 1", "--offline-ratio needs --subgoal-batch-size 2 or more"),
     ("--height 2 --width 2", "--height 2 --width 2: too little room"),
     ("--height 16 --width 16", "255"),
     ("--final-time 300", "255"),
-    ("--num-players 9", "--num-players must be 2 to 8"),
     ("--method ppo --vae-checkpoint vae.pt", "--vae-checkpoint needs"),
     ("--method ppo-omg --world-model-checkpoint wm.pt", "--world-model-checkpoint needs --imagination"),
-    ("--resume nowhere.pt", "there is no checkpoint 'nowhere.pt'"),
+    ("--exp-name ../evil", "--exp-name must be a name"),
+    ("--seed 9999999999999", "--seed must be below 2**40"),
     ("--run-dir setup.py", "could not write to setup.py"),
+    ("--resume nowhere.pt", "there is no checkpoint 'nowhere.pt'"),
     ("--vae-checkpoint nowhere.pt", "--vae-checkpoint nowhere.pt: there is no checkpoint"),
     ("--world-model-checkpoint setup.py", "setup.py (0 bytes) is damaged"),
 ]
@@ -702,19 +452,13 @@ BAD_FLAGS = [
 def test_wrong_flags_end_with_one_line_and_nothing_on_disk(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.py").touch()
-    device = [] if "--device" in words else ["--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py", *device, *words.split()])
+    monkeypatch.setattr(sys, "argv", ["hopplus_ppo.py", "--device", "cpu", *words.split()])
     with pytest.raises(SystemExit) as stop:
         command_line(hop.parse_args, hop.main)
     printed = capsys.readouterr()
     (line,) = printed.err.strip().splitlines()
     assert stop.value.code == 2 and line.startswith("error: ") and said in line
-    assert not printed.out or said.startswith("could not write"), "which is tried last"
     assert [path.name for path in tmp_path.iterdir()] == ["setup.py"]
-
-
-# Python's own error, and one that a library raises by a line of its own
-MISTAKES = ["    first, second = (1, 2, 3)\n", "    torch.optim.Adam([torch.zeros(1)], lr=-1)\n"]
 
 
 def load_copy(path, monkeypatch, edit=str):
@@ -736,9 +480,9 @@ def test_a_copy_runs_under_its_own_name(tmp_path, monkeypatch):
     assert saved["script"]["name"] == "my_copy.py" and saved["args"]["exp_name"] == "my_copy"
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_an_edited_copy_keeps_its_traceback(mistake, tmp_path, monkeypatch):
+def test_a_mistake_in_an_edited_copy_keeps_its_traceback(tmp_path, monkeypatch):
     line = "    steps_each = args.num_envs * args.num_steps\n"
+    mistake = "    first, second = (1, 2, 3)\n"
     assert Path(hop.__file__).read_text().count(line) == 1
     module = load_copy(tmp_path / "edited.py", monkeypatch, lambda text: text.replace(line, line + mistake))
     words = ["--method", "ppo", "--num-envs", "2", "--device", "cpu", "--run-dir", str(tmp_path)]
@@ -758,12 +502,9 @@ def words_of(path, *words):
 
 CHANGED = [
     ("--learning-rate 0.001", "--learning-rate 0.001: the resumed run has 0.01; only --total-timesteps, --log-every"),
-    ("--num-envs 5", "--num-envs 5: the resumed run has 4"),
     ("--method hopplus", "--method hopplus: the resumed run has ppo"),
     ("--height 4", "--height 4: the resumed run has 3"),
-    ("--seed 3", "--seed 3: the resumed run has 1"),
     ("--total-timesteps 33", "--total-timesteps 33: the run has 96 already"),
-    ("--run-dir elsewhere", "--run-dir elsewhere: the resumed run has"),
 ]
 
 
@@ -774,25 +515,19 @@ def short_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("words", "said"), CHANGED)
-def test_flags_that_differ_from_the_resumed_run_are_refused_by_name(words, said, short_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "setup.py").touch()
+def test_flags_that_differ_from_the_resumed_run_are_refused_by_name(words, said, short_run):
     before = Path(short_run["checkpoint"]).read_bytes()
     with pytest.raises(UserError) as error:
         hop.main(words_of(short_run["checkpoint"], *words.split()))
     assert str(error.value).startswith(said) and Path(short_run["checkpoint"]).read_bytes() == before
 
 
-def test_a_run_is_extended_from_the_folder_of_any_seed(short_run, tmp_path, monkeypatch):
-    """As if it had been longer from the start, but for the learning rate; the bar counts the new steps alone"""
-    bars, tqdm = [], hop.tqdm
+def test_a_run_is_extended_from_the_folder_of_any_seed(short_run, tmp_path):
+    """As if it had been longer from the start, but for the learning rate"""
     first, second = folders_of(shutil.copytree(Path(short_run["checkpoint"]).parents[1], tmp_path / "runs"))
-    monkeypatch.setattr(hop, "tqdm", lambda *given, **named: (bars.append(named), tqdm(*given, **named))[1])
-    hop.tqdm.write = tqdm.write
     same = ("--learning-rate", "0.01", "--num-envs", "4")  # said again, but no change
     for words in (("--total-timesteps", "160", "--log-every", "2"), ("--total-timesteps", "192", *same)):
         hop.main(words_of(second, *words))
-    assert [(bar["initial"], bar["total"]) for bar in bars] == [(96, 160), (160, 192)]
     for folder in (first, second):
         assert [line["steps"] for line in lines_of(folder)] == [32, 64, 96, 128, 160, 192]
         assert json.loads((folder / "args.json").read_text())["total_timesteps"] == 192
@@ -809,18 +544,6 @@ def test_another_script_s_run_is_refused_and_a_copy_goes_on(short_run, tmp_path,
     copied.main(copied.parse_args(words))
     assert capsys.readouterr().out.count("was made by another text than this script: hopplus_ppo.py") == 1
     assert load(folders_of(runs)[0])["iteration"] == 4
-
-
-def test_the_way_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "my runs; touch here"
-    train_iteration = hop.train_iteration
-    stop = lambda state: (os.kill(os.getpid(), signal.SIGINT), train_iteration(state))[1]  # noqa: E731
-    monkeypatch.setattr(hop, "train_iteration", stop)
-    with pytest.raises(SystemExit):
-        run(folder, "ppo")
-    (checkpoint,) = folder.glob("*/checkpoint.pt")
-    command = capsys.readouterr().out.splitlines()[-1].removeprefix("stopped; go on with: ")
-    assert shlex.split(command) == ["python", sys.argv[0], "--resume", str(checkpoint)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -847,27 +570,12 @@ def test_a_rank_draws_games_of_both_kinds():
     assert hop.rank_share(args, 1) == args
 
 
-def test_only_a_gpu_fuses(tmp_path, monkeypatch):
-    """--compile on a CPU: neither the script's functions nor the game's"""
-
-    def forbidden(*_, **__):
-        raise AssertionError("torch.compile was called")
-
-    monkeypatch.setattr(torch, "compile", forbidden)
-    plain = {function.__name__: function for function in hop.FUSED}
-    run(tmp_path, compile=True, total_timesteps=32)
-    assert {name: getattr(hop, name) for name in plain} == plain
-
-
 def test_what_is_fused_is_what_the_script_calls(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or (function, dynamic))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: (function, dynamic))
     plain = {function.__name__: function for function in hop.FUSED}
-    for name, function in plain.items():
-        assert getattr(hop, name) is function, f"{name} is not the function of this name"
+    assert plain == {name: getattr(hop, name) for name in plain}
     try:
         hop.fuse(True)
-        assert compiled == list(hop.FUSED)
         assert {name: getattr(hop, name) for name in plain} == {name: (f, False) for name, f in plain.items()}
     finally:
         hop.fuse(False)

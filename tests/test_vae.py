@@ -408,7 +408,7 @@ def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch):
     args = small_args(num_samples=300, held_out_games=30, epochs=2, config=config, run_dir=str(tmp_path))
     figures = vae.main(args)
     models = vae.make_models(args, config, [args.seed], torch.device("cpu"))
-    checkpoint = game.load_checkpoint(figures["checkpoint"], vae.FORMAT, vae.KEYS)
+    checkpoint = game.load_checkpoint(figures["checkpoint"], vae.FORMAT)
     assert checkpoint["networks"].keys() == {"prior", "inference", "moa"}, "what a learner starts from"
     for name, saved in (checkpoint["networks"] | {"moa_prior": checkpoint["moa_prior"]}).items():
         models[name].load_state_dict(saved)

@@ -167,7 +167,7 @@ def test_figures_are_those_of_held_out_games(tmp_path, monkeypatch, capsys):
     env_steps = sum(int(step.any()) for game_steps in learned_from.acted for step in game_steps)
     assert f"to learn from, in each seed: {env_steps} env steps\n" in capsys.readouterr().out
     world = wm.make_world_model(args, config, [args.seed], torch.device("cpu"))
-    world.load_state_dict(game.load_checkpoint(figures["checkpoint"], wm.FORMAT, wm.KEYS)["networks"]["world"])
+    world.load_state_dict(game.load_checkpoint(figures["checkpoint"], wm.FORMAT)["networks"]["world"])
     held_out = wm.make_dataset([wm.collect_games(args, config, args.seed, "cpu")[1]])
     (expected,) = wm.measure(config, world, held_out)
     logged = lines_of(Path(figures["checkpoint"]).parent)[-1]
