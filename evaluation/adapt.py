@@ -1,10 +1,9 @@
-"""A trained learner meets the same co-players in game after game: frozen, learning as it plays, or searching.
+"""A trained learner meets the same co-players in game after game: frozen, or learning as it plays.
 
     python evaluation/adapt.py runs/RUN                                      # seven sets of rule-based players
     python evaluation/adapt.py runs/RUN --sets strangers                     # six of players that nobody trains with
     python evaluation/adapt.py runs/RUN --sets learned --others A=runs/RUN_A B=runs/RUN_B
     python evaluation/adapt.py runs/RUN --seats learner,random,random,nearest_stag --no-references
-    python evaluation/adapt.py runs/RUN --script hopplus_mcts.py --modes frozen search -- --planner mcts
     python evaluation/adapt.py runs/ppo_gru__* --no-references      # the recurrent baseline: all its seeds
 
 RUN, `--script` and what follows `--`: as in evaluate.py. Each set plays `--steps` steps, `--repetitions` times, the
@@ -18,10 +17,10 @@ Beside the scores stands what was earned in each place's first game, and in the 
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
-co-players as it remembers them and does PPO on these. One without does PPO on real steps. Mode `unguarded` acts with
-the new policy. Mode `learning` does so only where the new policy earns more than the one it came with, by two standard
-errors over the latest rounds: in imagined games, or without a world model in held-out real games. These and the games
-that such a learner practises in are not counted as steps, but as `test steps`.
+co-players as it remembers them and does PPO on these. One without does PPO on real steps. It acts with the new policy
+only where that earns more than the one it came with, by two standard errors over the latest rounds: in imagined games,
+or without a world model in held-out real games. These and the games that such a learner practises in are not counted as
+steps, but as `test steps`. Nobody searches.
 """
 
 import dataclasses
@@ -107,16 +106,13 @@ BEST_RESPONSE_GAMES = 512
 EARLY_STEPS = 400
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
-Mode = Literal["frozen", "search", "unguarded", "learning", "both"]
 ON_CPU = {  # where there is no GPU
-    "modes": ("frozen", "learning"),
     "repetitions": 4,
     "rounds": 4,
     "imagined_games": 64,
     "best_response_steps": 800_000,
     "best_response_seeds": 1,
 }
-LEARNING_MODES = ("unguarded", "learning", "both")
 LEARNING = (  # flags of the script, as they are here
     "learning_rate",
     "update_epochs",
@@ -138,9 +134,8 @@ class AdaptFlags:
     """of --sets learned: run folders or checkpoints, each PATH or NAME=PATH"""
     seats: tuple[str, ...] = ()
     """own sets instead, such as learner,random,random,nearest_stag: one learner and named players in each"""
-    modes: tuple[Mode, ...] = ("frozen", "unguarded", "learning")
-    """the learner as it is; searching (a script with a planner); learning, always with the new weights; learning, with
-    the old weights unless the new ones are better; searching and learning like that"""
+    modes: tuple[Literal["frozen", "learning"], ...] = ("frozen", "learning")
+    """the learner as it is; learning, with the old weights unless the new ones are better"""
     steps: Count = 2400
     """env steps with the same co-players"""
     repetitions: Count = 20
@@ -314,8 +309,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     """A generator, one round at a time. tables: who sits where. boards (see first_boards): to
     imagine games from, or None -> return and number of the learner's games that ended [M, 2];
     metrics [M]; where a game ended, bool [M, T, E], and the learner's returns there [M, T, E]"""
-    learn = mode in LEARNING_MODES
-    guarded = mode in ("learning", "both")
+    learn = mode == "learning"
     script = run.script
     flags = state.args
     env = state.games.env
@@ -388,7 +382,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     if boards is not None:
         judge = capture_later(run, state, imagined_return)
         judged = "imagined return"
-    elif guarded:
+    elif learn:
         held_out = other_games(args, run, state, tables, 1, args.imagined_games)
         play_held_out = capture_later(run, held_out, functools.partial(play, run, held_out, 8))
         practice = other_games(args, run, state, tables, 2, 1)
@@ -404,7 +398,6 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         if networks.moa is not None and number == rounds - 1:
             metrics |= script.moa_metrics(flags, state.games, networks, transitions, episodes)
         transitions = tree_map(lambda x: x[:, :, :1], transitions)
-        outputs = {name: x[:, :, :1] for name, x in outputs.items()}
         if learn_moa:
             evidence += moa_nll(moa_before, transitions) - moa_nll(moa_learned, transitions)
             replay.push(transitions)
@@ -414,10 +407,9 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             metrics["MOA changed"] = evidence > 0
         if learn:
             policy.load_state_dict(learned)
-        if learn and boards is None:
-            if guarded:  # PPO learns from what the new weights do, whoever acts
-                transitions, outputs, _ = practise_round()
-                test_steps.add_(transitions.done[0].numel())  # one game of each repetition
+        if learn and boards is None:  # PPO learns from what the new weights do, whoever acts
+            transitions, outputs, _ = practise_round()
+            test_steps.add_(transitions.done[0].numel())  # one game of each repetition
             learn_policy(script.real_samples(flags, env.config, transitions, outputs), True)
         elif learn:
             oracle_id.copy_(transitions.oracle_id[:, -1])
@@ -425,7 +417,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             for _ in range(args.rounds):
                 learn_imagined()
         learned = copy_params(policy)
-        if guarded or (learn and boards is not None):
+        if learn:
             new, new_error = (x.clone() for x in judge())
             policy.load_state_dict(came_with)
             old, old_error = judge()
@@ -433,11 +425,10 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             gain = DECAY * gain + new - old
             variance = DECAY**2 * variance + new_error + old_error
             better = gain > 2 * variance.sqrt()
-            used = better if guarded else torch.ones_like(better)
-            policy.load_state_dict(select_params(used, learned, came_with))
-            metrics[judged] = torch.where(used, new, old)
+            policy.load_state_dict(select_params(better, learned, came_with))
+            metrics[judged] = torch.where(better, new, old)
             metrics[f"{judged} before"] = old.clone()
-            metrics["policy changed"] = used
+            metrics["policy changed"] = better
         yield earned.cpu().numpy(), metrics, games
 
 
@@ -522,8 +513,8 @@ def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict
             seat_others = functools.partial(seat_learned, args, tables=tables)
             loops[mode] = gru.gru_loop(args, run, seated, index, mode, seat_others)
             continue
-        imagination = mode in LEARNING_MODES and "world" in run.networks
-        state = make_state(args, run, tables, index, mode, imagination)
+        imagination = mode == "learning" and "world" in run.networks
+        state = make_state(args, run, tables, index, imagination)
         if mode == "random":  # all logits 0
             policy = state.networks.policy
             policy.load_state_dict({name: 0 * p for name, p in policy.state_dict().items()})
@@ -532,10 +523,10 @@ def make_loops(args: Args, run: Run, sets: dict, modes: tuple[str, ...]) -> dict
     return loops
 
 
-def make_state(args: Args, run: Run, tables: list, index: list[int], mode: str, imagination: bool):
+def make_state(args: Args, run: Run, tables: list, index: list[int], imagination: bool):
     """A TrainState in which the checkpoint's learners `index` [M] sit in the learner seats of `tables`"""
     changes = {name: getattr(args, name) for name in LEARNING}
-    if hasattr(run.args, "planner") and mode not in ("search", "both"):
+    if hasattr(run.args, "planner"):
         changes["planner"] = "none"
     flags = dataclasses.replace(
         run.args,
@@ -587,13 +578,10 @@ def early_returns(done: np.ndarray, returns: np.ndarray) -> dict[str, np.ndarray
 def check_flags(args: Args) -> None:
     """Refuses what could not be played or written"""
     final_time = args.run.args.config.final_time
-    searching = {"search", "both"} & set(args.modes)
     quarter = args.steps // args.every // 4
     whole = args.steps % args.every == 0 and quarter * args.every >= final_time
     game.refuse(not args.modes, "--modes names none")
     game.refuse(not whole, f"--steps must be a multiple of --every, and a quarter of it a game of {final_time} steps")
-    if searching and args.run.planner == "none":
-        raise game.UserError(f"--modes {max(searching)}: nobody searches without a script's -- --planner mcts")
     start = results_path(args)
     runs.check_writable(*(f"{start}{end}" for end in (".csv", "_repetitions.csv", "_curve.csv", ".png")))
 

@@ -153,11 +153,6 @@ class GruPlayers:
 # ---- Learning as they play
 
 
-def first_game(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of sequences [M, T, E, ...] those of the first game [M, T, 1, ...]; `state` is [M, E, hidden]"""
-    return {name: x.narrow(1 if name == "state" else 2, 0, 1) for name, x in batch.items()}
-
-
 def join_games(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sequences [M, T, E, ...], as long as each other -> [M, T, all of their E, ...]"""
     joined = {}
@@ -202,10 +197,9 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_oth
     the learner's games that ended [M, 2], metrics [M], and where a game ended bool [M, T, E], with its return [M, T, E]
 
     seat_others: Seats -> Seats, with learned co-players in place of some in `tables`.
-    A round is cut into as many sequences as there are minibatches if it can be. `test steps`: those that a guarded
+    A round is cut into as many sequences as there are minibatches if it can be. `test steps`: those that a
     learner has practised and was tested in so far, which are not counted as steps."""
-    learn = mode != "frozen"
-    guarded = mode == "learning"
+    learn = mode == "learning"
     sequences = math.gcd(args.every, args.num_minibatches)
     flags = dataclasses.replace(
         run.args,
@@ -231,7 +225,7 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_oth
     gain = variance = torch.zeros(len(tables), device=run.device)
     test_steps = 0
     metrics = {"test steps": torch.zeros_like(gain)}
-    if guarded:
+    if learn:
         practice_flags = dataclasses.replace(flags, seed=args.seed + 2, num_envs=1)
         test_flags = dataclasses.replace(
             flags,
@@ -265,13 +259,11 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_oth
         earned = torch.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
         if learn:
             agent.load_state_dict(learned)
-            if guarded:  # PPO learns from what the new weights do, whoever acts
-                batches = play_round(practise)
-                test_steps += args.every
-            batch = join_games([first_game(ppo_gru.with_advantages(flags, batch)) for batch in batches])
+            batches = play_round(practise)  # PPO learns from what the new weights do, whoever acts
+            test_steps += args.every
+            batch = join_games([ppo_gru.with_advantages(flags, batch) for batch in batches])
             ppo_gru.ppo_update(flags, agent, optimizer, batch)
             learned = copy_params(agent)
-        if guarded:
             new, new_error, new_steps = held_out_return()
             agent.load_state_dict(came_with)
             old, old_error, old_steps = held_out_return()

@@ -295,7 +295,7 @@ def test_adaptation_runs_on_the_gpu(method, tmp_path, monkeypatch):
     words = ["--steps", "48", "--every", "8", "--repetitions", "6", "--imagined-games", "4", "--rounds", "1"]
     words += ["--best-response-steps", "4096", "--seats", "learner,nearest_hare,random", "learner,waiting,switching"]
     found = adapt.main(adapt.parse_args([str(folder), "--device", "cuda", *words]))
-    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
     assert set(found) == {f"{row}/{key}" for row in rows for key in ("nearest_hare + random", "waiting + switching")}
     assert all(0 <= value <= 5 for value in found.values()) and found["Bayes hunter/nearest_hare + random"] > 0.5
 
@@ -313,7 +313,7 @@ def test_learned_co_players_on_the_gpu(method, tmp_path, monkeypatch):
     words += ["--best-response-steps", "4096", "--sets", "learned"]
     words += ["--others", f"A={folders['A']}", f"B={folders['B']}"]
     found = adapt.main(adapt.parse_args([str(folders["one"]), "--device", "cuda", *words]))
-    rows = ("random", "Bayes hunter", "frozen", "unguarded", "learning", "best response")
+    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
     sets = ("3 of A", "3 of B", "2 of A + B", "A + 2 of B")
     assert set(found) == {f"{row}/{key}" for row in rows for key in sets}
     assert all(0 <= value <= 5 for value in found.values())

@@ -335,7 +335,6 @@ def test_seats_modes_and_runs_that_do_not_fit_are_named(run, small, tmp_path):
         (adapt, ppo, {"seats": ("learner,wolf,random",)}, "--seats.* unknown player 'wolf'"),
         (adapt, ppo, short | {"every": 5}, "--steps must be a multiple of --every"),
         (adapt, ppo, short | {"every": 4, "steps": 16}, "--steps .* a game of 6 steps"),
-        (adapt, ppo, short | {"modes": ("search",)}, "--modes search: nobody searches"),
         (adapt, ppo, short | {"modes": ()}, "--modes names none"),
         (subgoals, ppo, {}, r"checkpoint.pt: .* reads no subgoals \(--method ppo\)"),
         (subgoals, one_seed, {}, r"checkpoint.pt: .* reads no subgoals \(--method hop\)"),
@@ -725,7 +724,7 @@ def adaptation(path, mode="learning", repetitions=2, **flags):
     tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
     args.games_at_once = 2
     imagination = mode != "frozen" and "world" in args.run.networks
-    state = adapt.make_state(args, args.run, tables, index, mode, imagination)
+    state = adapt.make_state(args, args.run, tables, index, imagination)
     boards = adapt.first_boards(args.run, index) if imagination else None
     return args, state, lambda: adapt.adaptation_loop(args, args.run, state, tables, boards, mode)
 
@@ -839,7 +838,6 @@ def test_without_a_gpu_an_adaptation_is_smaller(gpu, tmp_path, monkeypatch):
     args = adapt.parse_args([str(path), "--device", "cpu", "--every", "50"])
     found = args.repetitions, args.rounds, args.imagined_games, args.best_response_steps, args.best_response_seeds
     assert found == ((20, 8, 128, 2_000_000, 3) if gpu else (4, 4, 64, 800_000, 1)) and args.every == 50
-    assert args.modes == (("frozen", "unguarded", "learning") if gpu else ("frozen", "learning"))
     assert adapt.parse_args([str(path), "--device", "cpu", "--repetitions", "7"]).repetitions == 7
 
 
@@ -1019,21 +1017,20 @@ def test_nothing_is_decided_by_what_is_no_number(judged, run, small, monkeypatch
 
 
 def test_without_a_world_model_real_steps_are_learned_from(tmp_path):
-    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), mode="unguarded")
-    before, seen, played = weights(state.networks.policy), [], []
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"))
+    seen, played = [], []
     watch(args, "ppo_update", seen)
     watch(args, "rollout", played)
     list(loop())
-    first = [transitions.joint[:, :, :1] for _, (transitions, *_) in played]  # of the two games at once
-    assert all(torch.equal(given[3]["action"], x[:, :, 0, 0]) for (given, _), x in zip(seen, first, strict=True))
-    assert torch.equal(state.games.replay.data.joint, torch.stack(first)), "and so does MOA"
-    assert not any(torch.equal(p, before[name]) for name, p in state.networks.policy.state_dict().items())
+    own = [transitions for (_, games, *_), (transitions, *_) in played if games is state.games]
+    first = [transitions.joint[:, :, :1] for transitions in own]  # of the two games at once
+    assert torch.equal(state.games.replay.data.joint, torch.stack(first)), "MOA learns from what was seen"
     assert len(seen) == 4 and all((given[3]["real"] == 1).all() and given[3]["real"].shape[1] == 8 for given, _ in seen)
 
 
 def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     better = [False, True]
-    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"), "unguarded")
+    args, state, loop = adaptation(untrained(tmp_path, "ppo-omg"))
     moa, script, calls, learned = state.networks.moa, args.run.script, [], []
     before, inference = weights(moa), weights(state.networks.inference)
     losses = script.opponent_model_losses
@@ -1061,10 +1058,9 @@ def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     assert equal(inference, weights(state.networks.inference)), "q_phi wrote the histories: it stays"
 
 
-@pytest.mark.parametrize("mode", ["learning", "unguarded"])
-def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, run):
+def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(run):
     better = [False, True]
-    args, state, loop = adaptation(run[0], mode, subgoal_updates=0)
+    args, state, loop = adaptation(run[0], subgoal_updates=0)
     policy, script, judged, learned, started = state.networks.policy, args.run.script, [], [], []
     before, imagine, update = weights(policy), script.imagine, script.ppo_update
 
@@ -1093,13 +1089,12 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(mode, run):
     for _ in range(2):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
         _, metrics, _ = next(rounds)
-    used = [True, True] if mode == "unguarded" else better
-    assert metrics["policy changed"].tolist() == used and len(judged) == 4 and len(learned) == 2
+    assert metrics["policy changed"].tolist() == better and len(judged) == 4 and len(learned) == 2
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
     assert all(map(equal, started, [before, *learned])), "learning goes on, used or not"
     for name, p in policy.state_dict().items():
         for m in range(2):
-            assert torch.equal(p[m], (learned[-1] if used[m] else before)[name][m]), name
+            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
     expected = [18.0 if b else 6.0 for b in better]
     assert metrics["imagined return"].tolist() == pytest.approx(expected, rel=1e-2)
 
@@ -1171,17 +1166,17 @@ def test_the_horizon_is_measured_on_all_games_together(run):
         assert adapt.pooled_horizon(args.run, state, transitions).tolist() == [expected] * 6
 
 
-def test_searching_while_adapting(run, tmp_path):
+def test_nobody_searches_while_adapting(run, tmp_path):
     words = [*FAST, "--repetitions", 2, "--games-at-once", 2, "--seats", "learner,random,nearest_hare"]
-    words += ["--no-references", "--modes", "frozen", "both"]
+    words += ["--no-references"]
     shutil.copy(run[0] / "checkpoint.pt", tmp_path)
     planner = ["--", "--planner", "mcts", "--num-simulations", 1, "--num-trees", 1]
     args = read(adapt, tmp_path / "checkpoint.pt", "--script", ROOT / "hopplus_mcts.py", *words, *planner)
     states = []
     watch(args, "make_train_state", states)
     found = adapt.main(args)
-    assert list(found) == [f"{mode}/random + nearest_hare" for mode in ("frozen", "both")]
-    assert [state.args.planner for _, state in states] == ["none", "mcts"]
+    assert list(found) == [f"{mode}/random + nearest_hare" for mode in ("frozen", "learning")]
+    assert [state.args.planner for _, state in states] == ["none", "none"]
 
 
 def test_the_probe_of_subgoals(run, tmp_path):

@@ -144,7 +144,7 @@ def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     args.other_runs = adapt.load_other_runs(args)
     tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
     assert tables[1] == ["A", "learner", "A", "A"]
-    state = adapt.make_state(args, run, tables, index, "frozen", imagination=False)
+    state = adapt.make_state(args, run, tables, index, imagination=False)
     seats = state.games.seats
     by_game = [table for table in tables for _ in range(3)]
     watching = frozen_players.find_places(run, "learner", by_game, [0] * 12, "cpu")

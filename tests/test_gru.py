@@ -110,7 +110,15 @@ def test_what_a_frozen_learner_earns_and_remembers(keeps, tmp_path, monkeypatch)
     assert {tuple(p.shape[:1]) for p in agent.parameters()} == {(6,)} and done.sum() >= 6 * 2 * 5
 
 
-def test_unguarded_learners_learn_from_their_first_game_and_act_with_it(tmp_path, monkeypatch):
+def test_learners_learn_from_practice_and_act_with_it(tmp_path, monkeypatch):
+    """Where a test, made up here, says that they gain by it"""
+    calls = []
+
+    def play_held_out(*_):
+        calls.append(0)
+        return torch.full((6,), float(len(calls) % 2)), torch.zeros(6), 100  # first the new weights
+
+    monkeypatch.setattr(gru, "play_held_out", play_held_out)
     played = watch(monkeypatch, ppo_gru, "rollout")
     weights = []
     own = ppo_gru.ppo_update
@@ -123,13 +131,14 @@ def test_unguarded_learners_learn_from_their_first_game_and_act_with_it(tmp_path
 
     found = []
     monkeypatch.setattr(ppo_gru, "ppo_update", update)
-    rounds = start(untrained(tmp_path), "unguarded", "--learning-rate 0.01 --update-epochs 3 --ent-coef 0.2")
+    rounds = start(untrained(tmp_path), "learning", "--learning-rate 0.01 --update-epochs 3 --ent-coef 0.2")
     _, metrics, _ = next(rounds)
     args, batch = found[0]
     assert (args.learning_rate, args.update_epochs, args.ent_coef, args.num_minibatches) == (0.01, 3, 0.2, 4)
     assert batch["x"].shape[:3] == (6, 2, 4) and batch["state"].shape[:2] == (6, 4)
-    assert list(metrics) == ["test steps"] and metrics["test steps"].tolist() == [0] * 6
-    for number, (_, of_round) in enumerate(played):
+    assert metrics["policy changed"].all() and metrics["test steps"].tolist() == [208] * 6
+    for number, (given, of_round) in enumerate(played[4:]):
+        assert given[1].num_envs == 6, "one game of each"
         complete = ppo_gru.with_advantages(args, of_round)
         for name, x in batch.items():
             axis = 1 if name == "state" else 2
@@ -139,13 +148,13 @@ def test_unguarded_learners_learn_from_their_first_game_and_act_with_it(tmp_path
     for name, p in first_after.items():
         moved = (p - first_before[name]).flatten(1).abs().amax(1)
         assert torch.equal(p, second_before[name]) and (moved > 1e-3).all(), name
-    _, _, _, agent, _ = played[4][0]
-    assert agent is played[0][0][3]
-    log_probs, _, _ = agent(*(played[4][1][name] for name in ("x", "legal", "reset", "state")))
+    (_, _, _, agent, _), own = played[8]
+    assert agent is played[0][0][3] and own["x"].shape[2] == 2, "its own two games"
+    log_probs, _, _ = agent(*(own[name] for name in ("x", "legal", "reset", "state")))
     agent.load_state_dict(first_after)
-    acted, _, _ = agent(*(played[4][1][name] for name in ("x", "legal", "reset", "state")))
-    told = acted.gather(3, played[4][1]["action"][..., None]).squeeze(3)
-    torch.testing.assert_close(told, played[4][1]["log_prob"])
+    acted, _, _ = agent(*(own[name] for name in ("x", "legal", "reset", "state")))
+    told = acted.gather(3, own["action"][..., None]).squeeze(3)
+    torch.testing.assert_close(told, own["log_prob"])
     assert (log_probs - acted).abs().max() > 1e-3
 
 
@@ -272,9 +281,9 @@ def test_a_co_player_of_another_game_is_refused(tmp_path):
 def test_all_of_it_runs_on_a_gpu(tmp_path):
     """And a co-player never waits for the host"""
     paths = untrained(tmp_path)
-    words = [*FAST.replace("cpu", "cuda").split(), *SEATS.split(), "--modes", "frozen", "unguarded", "learning"]
+    words = [*FAST.replace("cpu", "cuda").split(), *SEATS.split()]
     scores = adapt.main(adapt.parse_args([*paths, *words]))
-    assert len(scores) == 3 and all(0 <= score <= 10 for score in scores.values())
+    assert len(scores) == 2 and all(0 <= score <= 10 for score in scores.values())
     flags = {"games_together": 3, "places": 8, "device": "cuda"}
     found = partners.main(partners.Args(paths=tuple(paths), **flags))
     assert found.keys() == {"return"}
@@ -299,7 +308,6 @@ def test_all_of_it_runs_on_a_gpu(tmp_path):
 WRONG = {
     "references": ("--references", "--references are not for a run of ppo_gru.py"),
     "script": ("--script hopplus_ppo.py", "--script hopplus_ppo.py is not for a run of ppo_gru.py"),
-    "search": ("--modes search", "nobody searches"),
     "twice": ("", "the seeds must follow each other, not 3, 3"),
     "width": ("-- --hidden 4", "is missing or is not that of"),
     "players": ("-- --num-players 2 --seats learner,mixed", "is missing or is not that of"),
