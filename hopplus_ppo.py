@@ -55,7 +55,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-FORMAT = "hopplus_ppo.py 16"  # of a checkpoint
+FORMAT = "hopplus_ppo.py 17"  # of a checkpoint
 PRETRAINED = {  # flag -> the format of its checkpoint, the networks that it holds
     "vae_checkpoint": ("pretrain_vae.py 10", ("prior", "inference", "moa")),
     "world_model_checkpoint": ("pretrain_world_model.py 10", ("world",)),
@@ -117,10 +117,9 @@ class PPOArgs:
 
 @dataclasses.dataclass
 class OpponentArgs:
-    subgoals: Literal["none", "actions", "inferred", "posterior", "oracle"] = "inferred"
+    subgoals: Literal["none", "actions", "inferred"] = "inferred"
     """what the policy reads about each co-player: nothing; its next action as predicted by MOA, the
-    model of the others' actions, here without subgoals; its subgoal, inferred from what it did; the
-    exact Bayes posterior over who it is; who it is"""
+    model of the others' actions, here without subgoals; its subgoal, inferred from what it did"""
     goal_kind: Literal["continuous", "discrete"] = "continuous"
     """Gaussian subgoals, or categories drawn by straight-through Gumbel-softmax"""
     goal_dim: Count = 16  # D, the size of a subgoal (discrete: the number of categories)
@@ -214,7 +213,6 @@ GROUPS = {  # the boxes of --help
     "imagination": ImaginationArgs,
     "speed": SpeedArgs,
 }
-GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 PPO = {"subgoals": "none", "imagination": False, "memory_discount": 0.0}
 PPO_OMG = {"imagination": False}
 CALM_PPO = {  # with fewer games or larger steps 8x8 may end with hares
@@ -298,7 +296,7 @@ def parse_args(words: list[str]) -> Args:
 
 def needs_models(args: Args) -> bool:
     """Do the learners infer subgoals or predict actions?"""
-    return args.imagination or args.subgoals not in ("none", *GIVEN)
+    return args.imagination or args.subgoals != "none"
 
 
 def validate(args: Args) -> StagHuntConfig:
@@ -307,15 +305,13 @@ def validate(args: Args) -> StagHuntConfig:
     game.check_ranges(args)
     game.resolve_device(args.device)
     game.redraw_prob(args.redraw)
-    kinds = len(game.population_names(args.population))
+    game.population_names(args.population)
     table = game.seats_table(args.seats, config.num_players)
     refuse("learner" not in table, f"--seats {args.seats}: nobody learns")
     too_few = args.num_steps * args.num_envs < args.num_minibatches
     refuse(too_few, "--num-minibatches exceeds a learner's samples")
     refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
     refuse(config.final_time > 255, f"--final-time is up to 255, not {config.final_time}")
-    told = args.subgoals in GIVEN
-    refuse(told and args.goal_dim <= kinds, f"--subgoals {args.subgoals} needs --goal-dim > {kinds}")
     one_category = args.goal_kind == "discrete" and args.goal_dim < 2
     refuse(one_category, "--goal-kind discrete needs --goal-dim 2 or more")
     if needs_models(args):
@@ -881,14 +877,13 @@ class OpponentBelief(NamedTuple):
     present: torch.Tensor  # bool [M, n, K] on the board
 
 
-def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history, oracle_id) -> OpponentBelief:
-    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden],
-    oracle_id [M, n, K, D] (nothing, [M, n, 0], where nobody is told)"""
+def infer_opponents(args: Args, env, networks: Networks, views: tuple, clock, history) -> OpponentBelief:
+    """views [M, n, N, ...] (see entity_views), clock [M, n], history [M, n, K, 2 * hidden]"""
     m, n, k = history.shape[:3]
     board, walls, legal = co_players(views)
     features = networks.inference(board, walls, method="encoder")
     params = networks.inference(features, history.flatten(1, 2).float())
-    goals = oracle_id if args.subgoals in GIVEN else goal_mean(args.goal_kind, params)
+    goals = goal_mean(args.goal_kind, params)
     if args.subgoals == "actions":
         goals = networks.moa(board, walls, clock.repeat_interleave(k, 1), goals, legal).exp()
     return OpponentBelief(
@@ -911,12 +906,9 @@ def predict_actions(args: Args, networks: Networks, belief: OpponentBelief, cloc
     """clock [M, n], noise [M, n*K, D] -> MOA's log-probabilities of what each co-player does next
     [M, n, K, 7]"""
     k = belief.present.shape[2]
-    goals = belief.goals.unflatten(2, (k, -1))
     if args.subgoals == "actions":
-        return goals.log()
+        return belief.goals.unflatten(2, (k, -1)).log()
     goal = sample_goal(args.goal_kind, belief.params, noise)
-    if args.subgoals in GIVEN:
-        goal = goals.flatten(1, 2)
     clock = clock.repeat_interleave(k, 1)
     log_probs = networks.moa(belief.board, belief.walls, clock, goal, belief.legal)
     return log_probs.unflatten(1, (-1, k))
@@ -1022,7 +1014,6 @@ class Games:
         redraw = args.redraw
         if watch:
             redraw = "never" if decay else "game"
-        resets = decay > 0 and args.subgoals == "posterior"
         env_seed = torch.initial_seed() + 1
         num_envs = len(tables) * args.num_envs
         self.env = StagHuntEnv(config, num_envs, device, env_seed, compile=args.compile)
@@ -1035,7 +1026,6 @@ class Games:
             remember=decay > 0,
             watch=watch,
             teams=teams,
-            reset_prob=args.history_reset_prob if resets else 0.0,
             unsteady=args.unsteady if decay else 0.0,
         )
         shape = self.seats.learner_seat.shape  # [M, E]
@@ -1069,7 +1059,6 @@ class Transitions(NamedTuple):
     done: torch.Tensor  # bool: the game ended with the step
     history: torch.Tensor  # bfloat16 [..., K, 2 * hidden] before the step
     history_reset: torch.Tensor  # bool: and cleared after it
-    oracle_id: torch.Tensor  # [..., K, D] who it is, or how likely; [..., 0] where nobody is told
 
 
 def exited(config: StagHuntConfig, board, next_board) -> torch.Tensor:
@@ -1101,14 +1090,14 @@ def evaluate_policy(args: Args, policy: Stacked, views: tuple, clock, last_joint
     return inputs, legal, log_probs, value
 
 
-def perceive(args: Args, env, networks: Networks, infer, board, walls, clock, last_joint, history, oracle_id):
+def perceive(args: Args, env, networks: Networks, infer, board, walls, clock, last_joint, history):
     """What learners make of boards [M, n, N + P], real or imagined. -> their belief about
     co-players (None without q_phi); what the policy read and said, a dict of [M, n, ...]"""
     belief = None
-    goals = oracle_id.flatten(2)
+    goals = clock.new_zeros(*clock.shape, 0)
     views = entity_views(env, board, walls, 1 if networks.inference is None else None)
     if networks.inference is not None:
-        belief = infer(args, env, networks, views, clock, history, oracle_id)
+        belief = infer(args, env, networks, views, clock, history)
         goals = belief.goals
     inputs, legal, log_probs, value = evaluate_policy(args, networks.policy, views, clock, last_joint, goals)
     output = {
@@ -1119,16 +1108,6 @@ def perceive(args: Args, env, networks: Networks, infer, board, walls, clock, la
         "value": value,
     }
     return belief, output
-
-
-def told_subgoals(args: Args, games: Games):
-    """[M, E, K, D] for --subgoals oracle and posterior; else nothing, [M, E, 0]"""
-    seats = games.seats
-    if args.subgoals not in GIVEN:
-        return games.history.new_zeros(*seats.learner_seat.shape, 0)
-    known = seats.oracle_id() if args.subgoals == "oracle" else seats.posterior()
-    told = seats.to_learners(games.env.seats_to_ego(known))[:, :, 1:]
-    return F.pad(told, (0, args.goal_dim - told.shape[3]))
 
 
 def stack_steps(steps: list, dim: int = 1):
@@ -1161,8 +1140,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         first_hunt = seats.per_learner(state.first_hunt)
         last_joint = games.last_joint.clone()
         history = games.history.clone()
-        oracle_id = told_subgoals(args, games)
-        situation = board, walls, clock, last_joint, history, oracle_id
+        situation = board, walls, clock, last_joint, history
         belief, output = perceive(args, env, networks, infer, *situation)
         values.append(output.pop("value"))
         log_probs = output["log_probs"]
@@ -1200,7 +1178,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 done=learner_done,
                 history=history.bfloat16(),
                 history_reset=history_reset,
-                oracle_id=oracle_id,
             )
         )
         outputs.append(output)
@@ -1356,8 +1333,6 @@ def candidate_values(args: Args, env, networks, windows: Transitions, goals, can
 def moa_subgoals(args: Args, windows: Transitions, posterior, goal, hindsight, eps):
     """What MOA reads in training [M, n, D]: q_phi's draw `goal` [M, n, D]; in a share eps f_psi's
     in hindsight [M, n, _]"""
-    if args.subgoals in GIVEN:
-        return windows.oracle_id.flatten(1, 3)
     if args.subgoals == "actions":
         return goal_mean(args.goal_kind, posterior)
     goal = earlier_goals(windows.done, goal)
@@ -1637,7 +1612,6 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         "board": start.board,
         "walls": start.walls,
         "seat": start.seat,
-        "oracle_id": start.oracle_id,
         "last_joint": start.last_joint.long(),
         "history": start.history.float(),
         "time": start.time.int(),
@@ -1650,7 +1624,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         now = drop_masked(now, now["going"])
         board = now["board"]
         clock = now["time"] / config.final_time
-        situation = board, now["walls"], clock, now["last_joint"], now["history"], now["oracle_id"]
+        situation = board, now["walls"], clock, now["last_joint"], now["history"]
         belief, output = perceive(args, env, networks, infer_opponents, *situation)
         values.append(to_rows(output["value"], now["row"], n))
         if step == args.imagination_horizon:
@@ -1842,7 +1816,7 @@ def moa_metrics(args: Args, games: Games, networks: Networks, transitions: Trans
     steps = tree_map(lambda x: x[:, stride - 1 :: stride].flatten(1, 2), transitions)
     views = entity_views(env, steps.board, steps.walls)
     clock = steps.time / env.config.final_time
-    belief = infer_opponents(args, env, networks, views, clock, steps.history, steps.oracle_id)
+    belief = infer_opponents(args, env, networks, views, clock, steps.history)
     noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
     predicted = predict_actions(args, networks, belief, clock, noise).exp()
     action = steps.joint[..., 1:].long()[..., None]

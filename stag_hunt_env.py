@@ -727,10 +727,9 @@ class Seats:
     seat; with `share_parameters` those of a block are one learner with more games. `remember`: the
     posterior outlasts a game. `watch`: learners only watch, and drawn players sit in all seats.
     `teams`: in every second game those drawn are of one kind, all but one (`_make_teams`).
-    `reset_prob`: how often a game's end also resets what is remembered in it. `unsteady`: share of
-    the games of a block, the first ones, in which mixed seats are redrawn after each game; the
-    posterior expects as many, and infers it. `kinds` int64 [B, N]: LEARNER, or a number in `names`,
-    whose first P are the population."""
+    `unsteady`: share of the games of a block, the first ones, in which mixed seats are redrawn after
+    each game; the posterior expects as many, and infers it. `kinds` int64 [B, N]: LEARNER, or a
+    number in `names`, whose first P are the population."""
 
     def __init__(
         self,
@@ -742,7 +741,6 @@ class Seats:
         remember: bool = False,
         watch: bool = False,
         teams: bool = False,
-        reset_prob: float = 0.0,
         unsteady: float = 0.0,
     ):
         players = env.config.num_players
@@ -771,7 +769,6 @@ class Seats:
         changes = number < round(unsteady * self.num_envs)
         self._redraw_prob = torch.where(mixed & changes[:, None], 1.0, self._steady_prob)
         self._start_posterior(remember, unsteady)
-        self._reset_prob = reset_prob
         self._table = self._probs = None  # what the last `action_probs` computed
 
     def _number_learners(self, tables):
@@ -909,13 +906,6 @@ class Seats:
         expected = (posterior[..., None] * of_population).sum(2)
         return torch.where((self.kinds == LEARNER)[..., None], self._probs, expected)
 
-    def oracle_id(self) -> Tensor:
-        """float [B, N, P + 1] one-hot: who of the population plays now, or a learner; a stranger: zeros"""
-        count = len(self.population)
-        identity = torch.where(self.kinds < count, self.kinds, -1)
-        identity = torch.where(self.kinds == LEARNER, count, identity)
-        return (identity[..., None] == torch.arange(count + 1, device=identity.device)).float()
-
     def update(self, actions: Tensor, present_before: Tensor, done: Tensor) -> None:
         """Bayes' rule with the last `action_probs`; new players only where a game ended"""
         if not self.has_rule_based:
@@ -935,9 +925,6 @@ class Seats:
         log_joint = log_joint.flatten(2).log_softmax(2).view(log_joint.shape)
         log_mass = log_joint.logsumexp(3, keepdim=True)
         next_game = torch.logaddexp(log_joint + self._log_keep, log_mass + self._log_forget)
-        if self._reset_prob > 0:
-            reset = torch.rand(ended.shape, device=ended.device) < self._reset_prob
-            next_game = torch.where(reset[..., None, None], self._log_prior, next_game)
         self.log_joint.copy_(torch.where(ended[..., None, None], next_game, log_joint))
 
     def _redraw_players(self, ended):

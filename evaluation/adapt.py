@@ -243,12 +243,12 @@ def load_other_runs(args: Args) -> dict[str, Run]:
     return frozen_players.load_others(args.others, args.device, args.run.args.config)
 
 
-def seat_learned(args: Args, seats: Seats, tables: list, as_learners: bool = True) -> Seats:
+def seat_learned(args: Args, seats: Seats, tables: list) -> Seats:
     """With the learned players of the tables; their seeds take turns by repetition"""
     numbers = []
     for block in range(len(tables)):
         numbers += [block % args.repetitions] * seats.num_envs
-    return frozen_players.seat_others(args.other_runs, seats, tables, numbers, as_learners)
+    return frozen_players.seat_others(args.other_runs, seats, tables, numbers)
 
 
 def first_boards(run: Run, index: list[int], count: int = 1024):
@@ -330,7 +330,6 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         optimizer = script.Adam(networks.moa.parameters(), flags.subgoal_learning_rate)
         moa_before = moa_learned = copy_params(networks.moa)
         evidence = torch.zeros(len(seat), device=run.device)
-    oracle_id = None if boards is None else torch.zeros_like(boards.oracle_id[:, :1])
 
     def moa_nll(params, transitions):
         """Mean -log p of the co-players' newest actions [M], with the same noise for all params"""
@@ -347,10 +346,7 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
         start = tree_map(lambda x: x[rows[:, None], pick], boards)
         history = remembered_history()
-        start = start._replace(
-            history=history.expand(-1, args.imagined_games, *history.shape[2:]),
-            oracle_id=oracle_id.expand(-1, args.imagined_games, *oracle_id.shape[2:]),
-        )
+        start = start._replace(history=history.expand(-1, args.imagined_games, *history.shape[2:]))
         return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)
 
     def imagined_return():
@@ -412,7 +408,6 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             test_steps.add_(transitions.done[0].numel())  # one game of each repetition
             learn_policy(script.real_samples(flags, env.config, transitions, outputs), True)
         elif learn:
-            oracle_id.copy_(transitions.oracle_id[:, -1])
             state.horizon.copy_(pooled_horizon(run, state, transitions))
             for _ in range(args.rounds):
                 learn_imagined()
@@ -437,7 +432,7 @@ def bayes_hunter(args: Args, run: Run, tables: list):
     env = StagHuntEnv(run.args.config, len(tables) * args.games_at_once, run.device, args.seed)
     seated = frozen_players.stand_ins(args.other_runs, tables)
     seats = Seats(env, seated, population=run.args.population)
-    seats = seat_learned(args, seats, tables, as_learners=False)
+    seats = seat_learned(args, seats, tables)
     seat = seats.learner_seat.flatten()
     rows = torch.arange(env.num_envs, device=run.device)
 

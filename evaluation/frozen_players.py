@@ -24,7 +24,6 @@ NEEDS = (
     "perceive",
     "infer_opponents",
     "update_history",
-    "told_subgoals",
     "exited",
 )
 
@@ -151,9 +150,7 @@ class FrozenPlayers:
         self.networks = run.script.make_networks(self.args, places.learners, env.device)
         runs.load_agents(run, self.networks, places.learners)
         example = run.script.Games(self.args, [["learner"] * players], env.device)
-        told = run.script.told_subgoals(self.args, example)[0, 0]  # of everybody: a learner
         rows = places.game.shape
-        self.told = told.expand(*rows, *told.shape)
         self.last_joint = torch.full((*rows, players), game.STAY, device=env.device)
         self.history = torch.zeros(*rows, *example.history.shape[2:], device=env.device)
         self.board = None
@@ -178,7 +175,6 @@ class FrozenPlayers:
             env.clock(state)[number],
             self.last_joint,
             self.history,
-            self.told,
         )
         probs = output["log_probs"].exp().flatten(0, 1)
         return probs[self.places.row]
@@ -205,18 +201,14 @@ class FrozenPlayers:
 
 
 class LearnedSeats(game.Seats):
-    """The same seats, some of them filled by groups of learned players. as_learners: whoever is told
-    who sits there is told that learners do; else the exact posterior takes them for whom they
-    resemble in the population"""
+    """The same seats, some of them filled by groups of learned players; the exact posterior takes them
+    for whom they resemble in the population"""
 
-    def __init__(self, seats: game.Seats, groups: list, filled: list, as_learners: bool):
+    def __init__(self, seats: game.Seats, groups: list, filled: list):
         """groups, and the seats that each fills, bool [B, N]"""
         vars(self).update(vars(seats))
         self.groups = groups
         self.filled = filled
-        if as_learners:
-            anywhere = torch.stack(filled).any(0)
-            self.kinds = self.kinds.masked_fill(anywhere, game.LEARNER)
 
     def action_probs(self, state, learner_probs=None):
         probs = super().action_probs(state, learner_probs)
@@ -236,7 +228,7 @@ def stand_ins(others: dict[str, Run], tables: list[list[str]]) -> list[list[str]
     return [["random" if name in others else name for name in table] for table in tables]
 
 
-def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers, as_learners=True):
+def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers):
     """seats: of stand_ins(others, tables) -> with the learned players. numbers [B]: of each game in
     the turns of the seeds"""
     env = seats.env
@@ -256,4 +248,4 @@ def seat_others(others: dict[str, Run], seats: game.Seats, tables, numbers, as_l
         filled.append(places.filled)
     if not groups:
         return seats
-    return LearnedSeats(seats, groups, filled, as_learners)
+    return LearnedSeats(seats, groups, filled)

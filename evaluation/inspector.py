@@ -42,7 +42,6 @@ NEEDS = (
     "history_decay",
 )
 TEMPLATE = Path(__file__).resolve().parent / "inspector.html"
-GIVEN = ("posterior", "oracle")  # subgoals that no network infers
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 SEARCHED = ("visits", "q", "played", "search")  # what a script that searches adds to the outputs of a rollout
 LOOK_AHEAD = "what it hunts first"  # a goal of no categories of its own: read from the samples
@@ -147,13 +146,13 @@ def infer(run: Run, state: Seated, steps, history):
     if networks.inference is None:
         return clock, script.entity_views(env, steps.board, steps.walls, 1), None
     views = script.entity_views(env, steps.board, steps.walls)
-    belief = script.infer_opponents(state.args, env, networks, views, clock, history, steps.oracle_id)
+    belief = script.infer_opponents(state.args, env, networks, views, clock, history)
     return clock, views, belief
 
 
 def expected_actions(run: Run, state: Seated, belief, clock) -> torch.Tensor:
     """MOA's probabilities [M, n, K, 7], averaged over the co-players' subgoals: over draws of them, the same in all
-    rows, or over the categories. Where MOA reads what is known, the draws make no difference."""
+    rows, or over the categories. With --subgoals actions the draws make no difference."""
     script = run.script
     args = state.args
     params = belief.params
@@ -173,25 +172,16 @@ def expected_actions(run: Run, state: Seated, belief, clock) -> torch.Tensor:
 
 def goal_names(args) -> tuple[str, list[str]]:
     """What the page shows of a co-player's goal, and the categories"""
-    known = {
-        "posterior": ("exact Bayes posterior", args.population.split(",")),
-        "oracle": ("told who it is", [*args.population.split(","), "learner"]),
-        "hop": ("Bayes' rule", ["stag", "hare"]),
-    }
-    if args.subgoals in known:
-        return known[args.subgoals]
+    if args.subgoals == "hop":
+        return "Bayes' rule", ["stag", "hare"]
     if args.goal_kind == "discrete":
         return "categories of g", [f"goal {k}" for k in range(args.goal_dim)]
     return LOOK_AHEAD, list(PREY)
 
 
-def goal_probs(run: Run, state: Seated, steps, belief) -> torch.Tensor:
+def goal_probs(run: Run, state: Seated, belief) -> torch.Tensor:
     """Of a goal that has categories of its own: [M, n, K, categories]"""
-    args = state.args
-    if args.subgoals in GIVEN:
-        _, categories = goal_names(args)
-        return steps.oracle_id[..., : len(categories)]
-    goals = run.script.goal_mean(args.goal_kind, belief.params)
+    goals = run.script.goal_mean(state.args.goal_kind, belief.params)
     return goals.unflatten(1, belief.present.shape[1:])
 
 
@@ -209,7 +199,7 @@ def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
     args = state.args
     steps = flat_steps(transitions)
     clock, views, belief = infer(run, state, steps, steps.history)
-    goals = steps.oracle_id.flatten(2)
+    goals = clock.new_zeros(*clock.shape, 0)
     if belief is not None:
         goals = belief.goals
     policy = state.networks.policy
@@ -218,15 +208,14 @@ def read_minds(run: Run, state: Seated, transitions) -> dict[str, torch.Tensor]:
     minds = {"policy": log_probs.exp(), "value": value}
     kind, _ = goal_names(args)
     if kind != LOOK_AHEAD:
-        minds["goal"] = goal_probs(run, state, steps, belief)
+        minds["goal"] = goal_probs(run, state, belief)
     if belief is not None:
         minds["moa"] = expected_actions(run, state, belief, clock)
-    if belief is not None and args.subgoals not in GIVEN:
         _, before = steps.history.chunk(2, -1)
         minds["memory"] = 0.5 + before if args.subgoals == "hop" else before[..., :1]
         if kind != LOOK_AHEAD:
             _, _, stranger = infer(run, state, steps, forget_earlier_games(steps.history))
-            minds["without"] = goal_probs(run, state, steps, stranger)
+            minds["without"] = goal_probs(run, state, stranger)
     return {name: x.unflatten(1, transitions.time.shape[1:]) for name, x in minds.items()}
 
 
@@ -309,7 +298,7 @@ def roll_forward(run: Run, state: Seated, start, samples: int):
         seen_board, walls, legal = script.co_players(views)
         belief = belief._replace(board=seen_board, walls=walls, legal=legal)
         if args.subgoals == "actions":
-            belief = script.infer_opponents(args, env, networks, views, clock, start.history, start.oracle_id)
+            belief = script.infer_opponents(args, env, networks, views, clock, start.history)
 
 
 def choose_samples(env, num_starts: int, num_steps: int) -> int:

@@ -61,7 +61,7 @@ def predict_step(run: Run, state: Seated) -> Predictions:
     step = tree_map(lambda x: x[:, 0], transitions)
     clock = step.time / env.config.final_time
     views = script.entity_views(env, step.board, step.walls)
-    belief = script.infer_opponents(args, env, state.networks, views, clock, step.history, step.oracle_id)
+    belief = script.infer_opponents(args, env, state.networks, views, clock, step.history)
     noise = script.goal_noise(args, *belief.params.shape[:2], device=env.device)
     predicted = script.predict_actions(args, state.networks, belief, clock, noise).exp()
     present = belief.present  # [M, E, K]

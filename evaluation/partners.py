@@ -69,22 +69,6 @@ def by_game(play, num_seeds: int, places: int, num_games: int) -> np.ndarray:
     return sums.view(num_seeds, places, num_games).cpu().numpy()
 
 
-class SeatsOfNextPlace(game.Seats):
-    """The same seats; but who is told who sits there is told it of the next place"""
-
-    def __init__(self, seats: game.Seats):
-        vars(self).update(vars(seats))
-
-    def next_place(self, x):  # [S * places, ...]
-        return x.unflatten(0, (self.num_blocks, -1)).roll(1, 1).flatten(0, 1)
-
-    def oracle_id(self):
-        return self.next_place(super().oracle_id())
-
-    def posterior(self):
-        return self.next_place(super().posterior())
-
-
 def infer_next_place(run: Run, places: int):
     """infer_opponents, whose result is about the co-players in the next place"""
 
@@ -137,9 +121,7 @@ def frozen_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
     }
     state = runs.seat_learners(run, [table] * num_seeds, args.seed, index, **changes)
     infer = None
-    if shuffled and run.args.subgoals in ("oracle", "posterior"):  # told, not inferred
-        state.games.seats = SeatsOfNextPlace(state.games.seats)
-    elif shuffled:
+    if shuffled:
         infer = infer_next_place(run, args.places)
 
     def play():

@@ -172,7 +172,6 @@ def test_seats_never_wait_for_the_host_and_can_be_captured(config):
     def step():
         actions = sample(seats.action_probs(env.state, learner_probs))
         seats.posterior_probs(seats.posterior())
-        seats.oracle_id()
         _, present_before, done = env.advance(actions)
         seats.update(actions, present_before, done)
 
@@ -259,7 +258,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
 
 HOSTLESS = [
     ("ppo", {}),
-    ("ppo", {"subgoals": "posterior", "seats": "learner,mixed,mixed"}),
+    ("ppo", {"seats": "learner,mixed,mixed"}),
     ("hopplus", {}),
     ("hopplus", {"seats": "learner,mixed,switching"}),
     ("hopplus", {"subgoals": "actions"}),

@@ -471,73 +471,6 @@ def test_an_observer_that_has_left_still_sees_the_board(config):
     assert (encoder(returned, walls) != before).any()
 
 
-def test_the_oracle_tells_who_sits_there():
-    state = make_state(subgoals="oracle", seats="learner,nearest_hare,mixed", num_envs=8)
-    (w, out, _), log = recorded(state, lambda: play(state, 10))
-    kinds = torch.stack([step[4] for step in log])  # [T, B, N]; nearest_hare is number 2
-    assert (kinds[..., 1] == 2).all() and kinds[..., 2].unique().tolist() == [0, 1, 2]
-    expected = torch.eye(4)[kinds[..., 1:]]
-    assert torch.equal(w.oracle_id[0], expected) and torch.equal(out["goals"][0], expected.flatten(2))
-
-
-def test_the_posterior_is_that_of_the_seats_in_ego_order():
-    state = make_state(subgoals="posterior", seats="mixed,learner,mixed", redraw="never", num_envs=8)
-    seats = state.games.seats
-    asked, action_probs = [], seats.action_probs
-
-    def ask(*given):
-        asked.append(seats.posterior().clone())
-        return action_probs(*given)
-
-    seats.action_probs = ask
-    w, out, _ = play(state, 12)
-    expected = torch.stack(asked)[:, :, [2, 0]]  # [T, B, K, P], seen from seat 1
-    assert expected[-1].amax(2).mean() > 0.6, "something was learned about them"
-    assert torch.equal(w.oracle_id[0, ..., :3], expected) and not w.oracle_id[..., 3:].any()
-    assert torch.equal(out["goals"][0], w.oracle_id[0].flatten(2))
-
-
-@pytest.mark.parametrize("prob", [0.0, 0.25, 1.0])
-def test_the_posterior_too_is_reset_after_some_games(prob):
-    """Else a policy that reads it never meets strangers in training"""
-    changes = {"seats": "learner,mixed,mixed", "redraw": "never", "imagination": False, "num_envs": 128}
-    state = make_state(subgoals="posterior", history_reset_prob=prob, **changes)
-    w, out, _ = play(state, 14)
-    unknown = (out["goals"].unflatten(3, (2, -1))[..., :3] - 1 / 3).abs().amax((3, 4)) < 1e-5  # [M, T, E]
-    starts = w.time == 0
-    assert unknown[:, 0].all() and starts[:, 1:].sum() > 200
-    share = unknown[:, 1:][starts[:, 1:]].float().mean()
-    assert share == pytest.approx(prob, abs=0.0 if prob in (0, 1) else 0.08)
-
-
-@pytest.mark.parametrize("subgoals", ["posterior", "oracle"])
-def test_given_subgoals_need_no_models(subgoals):
-    """Without imagination nothing is inferred or pretrained, and the policy learns to read what is given."""
-    changes = {"imagination": False, "seats": "learner,mixed,mixed", "redraw": "never", "num_envs": 16}
-    state = make_state(subgoals=subgoals, **changes)
-    assert list(state.networks.present()) == ["policy"]
-    assert set(state.optimizers) == {"policy"} and state.watched is None
-    before = copy.deepcopy(state.networks.policy.state_dict())
-    seen = train(state)
-    goals, given = seen["outputs"]["goals"], seen["transitions"].oracle_id
-    assert torch.equal(goals, given.flatten(3)) and (given.sum(4) - 1).abs().max() < 1e-5
-    assert torch.equal(read_inputs(TINY_CONFIG, seen["real"]["inputs"])["goals"], goals.flatten(1, 2))
-    changed = {name: x != before[name] for name, x in state.networks.policy.state_dict().items()}
-    assert all(x.any() for x in changed.values())
-    read = goals.flatten(0, 2).any(0).expand(2, -1)[0]  # a kind that nobody is teaches nothing
-    assert torch.equal(changed["trunk.0.weight"][0][-goals.shape[3] :].any(1), read)
-    metrics = state.metrics.read()
-    assert state.games.replay.data is None and not any(name.startswith(("moa/", "omg/", "wm/")) for name in metrics)
-    for imagination in (False, True):
-        networks = make_state(subgoals=subgoals, imagination=imagination).networks
-        assert (
-            (networks.inference is not None)
-            == (networks.moa is not None)
-            == (networks.world is not None)
-            == imagination
-        )
-
-
 @pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
 def test_the_policy_may_read_predicted_actions(goal_kind):
     """--subgoals actions: MOA's probabilities given q_phi's mean, [M, n, K * 7]"""
@@ -1023,25 +956,6 @@ def test_moa_learns_what_co_players_did_while_they_were_there(subgoals, monkeypa
     assert gone > 20
 
 
-@pytest.mark.parametrize("subgoals", ["oracle", "posterior"])
-def test_moa_learns_to_read_the_subgoals_that_are_given(subgoals):
-    """Those of the same step and co-player, and nothing of q_phi's"""
-    state = make_state(subgoals=subgoals, seats="learner,mixed,mixed", redraw="never", num_envs=16)
-    w, _, _ = play(state, 14)
-    enlarge_moa(state)
-    (moa,) = watch_networks(state, "moa")
-    losses = model_losses(state, w, torch.tensor(0.5))
-    ((_, (entities, _, clock, goals, _)),) = moa.given
-    cells = views(state, hop.Transitions(*(x.flatten(1, 2) for x in w)))[0][:, :, 1:]
-    assert torch.equal(entities, cells.flatten(1, 2)) and len(w.oracle_id.flatten(0, 3).unique(dim=0)) > 2
-    assert torch.equal(goals, w.oracle_id.flatten(1, 3))
-    assert torch.equal(clock.view(1, 14, 16, 2), (w.time / 6)[..., None].expand(-1, -1, -1, 2))
-    other = model_losses(state, w._replace(oracle_id=w.oracle_id.flip(4)), torch.tensor(0.5))
-    assert (other["moa"] != losses["moa"]).all()
-    losses["moa"].sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in state.networks.inference.parameters())
-
-
 def test_moa_reads_subgoals_of_the_same_game_now_or_earlier(monkeypatch):
     """Never of a later step, another game or another co-player"""
     read, inferred, kl = [], [], hop.goal_kl
@@ -1306,6 +1220,16 @@ def test_rule_based_games_make_up_their_share(ratio, count, old):
         found = hop.sample_replays(replay, offline, ratio, count, window).reward
         assert found.shape[dim] == count and ((found >= 7000).sum(dim) == old).all()
     assert (hop.sample_replays(replay, None, ratio, 40, False).reward < 7000).all()
+
+
+def test_who_neither_reads_subgoals_nor_imagines_has_no_models():
+    state = make_state("ppo")
+    assert list(state.networks.present()) == ["policy"] == list(state.optimizers) and state.watched is None
+    train(state)
+    assert state.games.replay.data is None
+    assert not any(name.startswith(("moa/", "omg/", "wm/")) for name in state.metrics.read())
+    imagines = make_state(subgoals="none").networks
+    assert None not in (imagines.prior, imagines.inference, imagines.moa, imagines.world)
 
 
 def test_a_history_has_room_for_its_count():

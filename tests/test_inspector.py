@@ -37,8 +37,7 @@ CASES = {  # script, method, flags
     "discrete": (hopplus_ppo, "ppo-omg", {"goal_kind": "discrete"}),
     "actions": (hopplus_ppo, "ppo-omg", {"subgoals": "actions"}),
     "none": (hopplus_ppo, "hopplus", {"subgoals": "none"}),
-    "posterior": (hopplus_ppo, "ppo", {**MIXED, "subgoals": "posterior", "memory_discount": 0.9}),
-    "oracle": (hopplus_ppo, "hopplus", {**MIXED, "subgoals": "oracle"}),
+    "discrete imagined": (hopplus_ppo, "hopplus", {**MIXED, "goal_kind": "discrete"}),
     "search": (hopplus_mcts, "hopplus-mcts", {"num_simulations": 3, "num_trees": 2}),
     "hop": (hopplus_mcts, "hop", {"num_simulations": 2, "num_trees": 2, "goal_dim": 2}),
 }
@@ -112,7 +111,7 @@ def watch(run, places: int, seed: int, num_steps: int):
     index = [0] if run.args.share_parameters else list(range(len(sitting)))
     state = runs.seat_learners(run, [table], seed, index, num_envs=places)
     games, args, networks = state.games, state.args, state.networks
-    env, seats = games.env, games.seats
+    env = games.env
     plans, taken, steps = [], [], []
     act, plan = env.advance, getattr(script, "plan_actions", None)
     env.advance = lambda actions: taken.append(actions.clone()) or act(actions)
@@ -131,16 +130,11 @@ def watch(run, places: int, seed: int, num_steps: int):
         board = mine(env.cells(before))
         walls = mine(everybody_s(before.walls[:, :1]))  # there are none
         clock = mine(everybody_s(before.time / config.final_time))
-        known = {"oracle": seats.oracle_id(), "posterior": seats.posterior()}.get(
-            args.subgoals, seats.posterior()[..., :0]
-        )
-        about = torch.stack([known.roll(-i, 1)[:, 1:] for i in range(config.num_players)], 1)  # [B, N, K, P]
-        oracle = torch.nn.functional.pad(mine(about), (0, args.goal_dim - about.shape[3]))
-        thought = {"returns": env.episode_return.clone(), "state": before, "history": history, "oracle": mine(about)}
+        thought = {"returns": env.episode_return.clone(), "state": before, "history": history}
         views = script.entity_views(env, board, walls)
-        goals = oracle.flatten(2) if args.subgoals in ("oracle", "posterior") else oracle[..., :0].flatten(2)
+        goals = torch.zeros(*clock.shape, 0)
         if networks.inference is not None:
-            belief = script.infer_opponents(args, env, networks, views, clock, history, oracle)
+            belief = script.infer_opponents(args, env, networks, views, clock, history)
             thought |= {"belief": belief, "clock": clock}
             goals = belief.goals
         *_, log_probs, value = script.evaluate_policy(args, networks.policy, views, clock, last, goals)
@@ -170,7 +164,7 @@ def moa_of(run, step):
     """[M, n, K, 7] MOA averaged over subgoals"""
     args, networks, belief, clock = step["args"], step["network"], step["belief"], step["clock"]
     rows = belief.params.shape[:2]
-    if args.goal_kind == "discrete" and args.subgoals != "oracle":
+    if args.goal_kind == "discrete":
         share = belief.params.softmax(-1).view(*belief.present.shape, -1)
         found = 0
         for k in range(args.goal_dim):
@@ -234,9 +228,7 @@ def test_the_numbers_are_the_script_s(case, load, look):
                 if "belief" in step:
                     close(mind["moa"][t][j], expected_moa[number][(*row, k)])
                     goal = step["belief"].params.unflatten(1, (-1, n - 1))[(*row, k)]
-                if run.args.subgoals in ("posterior", "oracle"):
-                    close(mind["goal"][t][j], step["oracle"][(*row, k)])
-                elif run.args.goal_kind == "discrete":
+                if run.args.goal_kind == "discrete":
                     close(mind["goal"][t][j], goal.softmax(0))
                 if "memory" in mind:
                     kept = step["history"][(*row, k)]
@@ -248,10 +240,10 @@ def test_the_numbers_are_the_script_s(case, load, look):
 
 
 def expected_panels(case):
-    return {"ppo": (), "posterior": ("goal",)}.get(case, ("moa", "goal", "ahead"))
+    return () if case == "ppo" else ("moa", "goal", "ahead")
 
 
-@pytest.mark.parametrize("case", ["partners", "oracle"])
+@pytest.mark.parametrize("case", ["partners", "discrete imagined"])
 def test_the_co_players_own_probabilities(case, look):
     """Rule-based ones by their rules, and who they are"""
     data = look(case)
@@ -309,7 +301,7 @@ def test_what_is_carried_over(look):
     assert look("new partners")["carried"] == 0
 
 
-@pytest.mark.parametrize("case", ["discrete", "oracle"])
+@pytest.mark.parametrize("case", ["discrete", "discrete imagined"])
 def test_one_step_ahead_is_what_moa_expects(case, load):
     """By the game's rules (discrete), by a world model: where MOA sends the co-players, and the policy oneself. The
     untrained world model knows where players cannot go, so only the rules' case is exact."""
@@ -577,7 +569,7 @@ def test_the_file_stands_alone(look, tmp_path):
 
 @pytest.mark.cuda
 def test_on_a_gpu(tmp_path):
-    for number, case in enumerate(("hopplus", "hop", "posterior")):
+    for number, case in enumerate(("hopplus", "hop")):
         script, method, changes = CASES[case]
         (tmp_path / str(number)).mkdir()
         path = checkpoint(tmp_path / str(number), script, method, **changes)
@@ -738,7 +730,6 @@ def test_a_browser_shows_it(browser, load, tmp_path):
     [
         ("ppo", "no belief about goals: no model to roll forward|no model of the others' actions|without search"),
         ("search", "2 trees, 3 simulations each|depth"),
-        ("posterior", "exact Bayes posterior|no model of the others' actions to roll forward"),
         ("partners", "MOA and the game's own rules|what it hunts first in the next 6 steps, share of samples (right: "),
         ("hop", "Bayes' rule|carries over stag"),
     ],

@@ -142,8 +142,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs, tmp_pat
 
 VARIANTS = {
     "shared": {"share_parameters": True},
-    "oracle": {"subgoals": "oracle", "seats": "learner,mixed,nearest_stag"},
-    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,nearest_stag", "redraw": "never"},
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
     "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
     "walls": {"config": dataclasses.replace(TINY_CONFIG, height=5, width=4, max_wall_pieces=2)},

@@ -539,7 +539,6 @@ class Search:
     infer: object
     position: hop.Position
     walls: torch.Tensor
-    oracle_id: torch.Tensor
     belief: hop.OpponentBelief
     seat: torch.Tensor
     plan: hop.Plan = None
@@ -557,7 +556,6 @@ class Search:
             again.infer,
             again.position,
             again.walls,
-            again.oracle_id,
             again.belief,
             again.seat,
             silent,
@@ -631,7 +629,6 @@ SEARCHED = {
     "in the tree": {"infer_in_tree": True},
     "actions": {"subgoals": "actions"},
     "actions in the tree": {"subgoals": "actions", "infer_in_tree": True, "goal_kind": "discrete"},
-    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,learner"},
     "no subgoals": {"subgoals": "none", "search_model": "env"},
     "hop": {"method": "hop", "num_trees": 3},
     "hop in the tree": {"method": "hop", "infer_in_tree": True},
@@ -656,7 +653,6 @@ class NodeCheck:
         self.position = hop.Position(*(self.by_learner(x[:, node]) for x in tree.position))
         self.clock = self.position.time / self.env.config.final_time
         self.views = self.seen(self.position.board)
-        self.oracle_id = search.for_trees(search.oracle_id)
 
     def by_learner(self, x):
         """[T, ...] -> [M, n, ...]"""
@@ -669,7 +665,7 @@ class NodeCheck:
         """[M, n, _] what the policy reads about the co-players here"""
         search = self.search
         if self.args.infer_in_tree:
-            given = self.views, self.clock, self.position.history, self.oracle_id
+            given = self.views, self.clock, self.position.history
             return hop.infer_opponents(self.args, self.env, search.networks, *given).goals
         if self.args.subgoals != "actions":
             return search.for_trees(search.belief.goals)
@@ -742,7 +738,7 @@ class NodeCheck:
         """What was believed before the step, and what the step adds"""
         networks = self.search.networks
         clock = before.time / self.env.config.final_time
-        given = self.seen(before.board), clock, before.history, self.oracle_id
+        given = self.seen(before.board), clock, before.history
         belief = hop.infer_opponents(self.args, self.env, networks, *given)
         no_end = torch.zeros_like(before.time, dtype=torch.bool)
         step = self.position.last_joint, before.history, no_end
@@ -900,7 +896,6 @@ CO_PLAYERS = {  # how co-players' subgoals come about
     "continuous": {},
     "discrete": {"goal_kind": "discrete", "goal_dim": 3},
     "in the tree": {"infer_in_tree": True},
-    "posterior": {"subgoals": "posterior", "seats": "learner,mixed,learner"},
     "hop": {"method": "hop"},
 }
 NUM_TREES = 800
@@ -943,13 +938,10 @@ def test_each_co_player_pursues_its_own_subgoal(name):
     for whose, j in itertools.product(range(k), range(k)):
         noise = hop.goal_noise(args, m, games, NUM_TREES, device=CPU)
         goals = hop.sample_goal(args.goal_kind, params[:, :, whose, None], noise)
-        if args.subgoals == "posterior":
-            goals = search.oracle_id[:, :, whose, None]
-        draws = goals.shape[2]
-        board, walls, legal = (x[:, :, 1 + j].repeat_interleave(draws, 1) for x in views)
-        clock = (search.position.time / config.final_time).repeat_interleave(draws, 1)
+        board, walls, legal = (x[:, :, 1 + j].repeat_interleave(NUM_TREES, 1) for x in views)
+        clock = (search.position.time / config.final_time).repeat_interleave(NUM_TREES, 1)
         said = search.networks.moa(board, walls, clock, goals.flatten(1, 2), legal).detach().exp()
-        expected[whose, :, :, j] = said.unflatten(1, (games, draws)).mean(2)
+        expected[whose, :, :, j] = said.unflatten(1, (games, NUM_TREES)).mean(2)
     own = torch.stack([expected[j, :, :, j] for j in range(k)], 2)
     other = torch.stack([expected[1 - j, :, :, j] for j in range(k)], 2)
     assert (own - other).abs().amax() > 0.3, "another's subgoal would be noticed"
@@ -1490,11 +1482,10 @@ VARIANTS = {
         "subgoals": "actions",
         "goal_kind": "discrete",
     },
-    "gumbel, oracle": {
+    "gumbel, mixed": {
         "root": "gumbel",
         "num_trees": 1,
         "search_model": "env",
-        "subgoals": "oracle",
         "seats": "learner,mixed,random",
     },
     "in the tree, imagined": {
@@ -1517,7 +1508,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "posterior", "oracle", "hop"])
+@pytest.mark.parametrize("subgoals", ["none", "actions", "inferred", "hop"])
 def test_models_are_made_where_something_reads_them(subgoals):
     inferred = subgoals in ("actions", "inferred", "hop")
     planners = ("mcts", "one-step", "none")

@@ -152,7 +152,6 @@ def test_without_rule_based_players_nothing_is_computed(monkeypatch):
     )
     torch.testing.assert_close(seats.posterior(), torch.full((3, 3, 3), 1 / 3))
     assert (seats.kinds == LEARNER).all()
-    assert seats.oracle_id().tolist() == [[[0, 0, 0, 1]] * 3] * 3
 
 
 def test_only_players_that_are_needed_are_asked(monkeypatch):
@@ -174,7 +173,6 @@ def test_watching():
         assert chi_square_p(torch.bincount(seats.kinds[:, seat], minlength=3)) > 1e-3
     for step in play(env, seats, 8):
         assert torch.equal(step.probs, seat_probs(env, step.state, step.kinds))
-    assert (seats.oracle_id()[..., 3] == 0).all() and (seats.oracle_id().sum(2) == 1).all()
     with pytest.raises(ValueError, match="watch"):
         seats.action_probs(env.state, torch.rand(2, 500, 7))
     everybody_env, everybody = make([["learner"] * 3], games=4, watch=True)
@@ -319,19 +317,6 @@ def test_memory_keeps_what_many_games_showed_and_stays_finite():
     torch.testing.assert_close(steps[-1].posterior.sum(2), torch.ones(16, 3))
 
 
-def test_now_and_then_a_game_ends_with_all_that_is_remembered():
-    """In all seats of the game at once, and never in the middle of it"""
-    env, seats = make([["learner", "mixed", "mixed"]], games=200, redraw="never", remember=True, reset_prob=0.3)
-    ends = resets = 0
-    for step in play(env, seats, 20):
-        prior = (step.next_posterior - 1 / 3).abs().amax(2) < 1e-6  # [B, N]
-        reset = prior[:, 1:].all(1) & (step.posterior[:, 1:] - 1 / 3).abs().flatten(1).amax(1).gt(0.05)
-        assert not (reset & ~step.done).any()
-        ends += int(step.done.sum())
-        resets += int((reset & step.done).sum())
-    assert ends > 500 and resets / ends == pytest.approx(0.3, abs=0.06)
-
-
 def test_only_those_on_the_board_and_no_learners_are_judged():
     env, seats = make([["random", "nearest_stag", "learner"]], games=8, remember=True)
     seats.action_probs(env.state, torch.full((1, 8, 7), 1 / 7))
@@ -343,21 +328,6 @@ def test_only_those_on_the_board_and_no_learners_are_judged():
     posterior = seats.posterior()
     torch.testing.assert_close(posterior[:, 1:], torch.full((8, 2, 3), 1 / 3))
     assert (posterior[:, 0, 0] > 0.99).all(), "only `random` stays where it could walk"
-
-
-def test_oracle_id():
-    tables = [["learner", "mixed", "waiting"], ["last_stag", "nearest_hare", "switching"]]
-    env, seats = make(tables, games=20)
-    for step in play(env, seats, 15):
-        oracle = seats.oracle_id()
-        assert oracle.shape == (40, 3, 4) and oracle.dtype == torch.float32
-        assert (oracle[:20, 0] == torch.tensor([0.0, 0, 0, 1])).all()
-        assert torch.equal(oracle[:20, 1].argmax(1), step.next_kinds[:20, 1]) and (oracle[:20, 1].sum(1) == 1).all()
-        assert (oracle[:20, 2] == 0).all() and (
-            oracle[20:, 0] == 0
-        ).all()  # a stranger, and a player not in the population
-        assert (oracle[20:, 1] == torch.tensor([0.0, 0, 1, 0])).all()
-        assert torch.equal(oracle[20:, 2].argmax(1), step.next_kinds[20:, 2])  # switching: whom it plays in this game
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -523,21 +493,6 @@ def test_every_second_game_has_a_team_of_one_kind_that_one_looks_on_at_random(po
     assert (seen[:, steady] == seen[0, steady]).all()
     assert not (seen[:, ~steady & in_team] == seen[0, ~steady & in_team]).all(), "a new team after a game"
     assert len(seen[:, ~in_team].flatten(0, 1).unique(dim=0)) == len(seats.population) ** 3, "the others: anybody"
-
-
-def test_a_reset_also_forgets_who_is_steady():
-    """After 3 of 10 games all is as before the first one, not only who it is"""
-    options = {"redraw": "never", "remember": True, "unsteady": 0.25, "reset_prob": 0.3}
-    env, seats = make([["learner", "mixed", "mixed"]], games=400, **options)
-    first = seats.log_joint.clone()  # [B, N, 2, P]
-    play_games(env, seats, 20)
-    ends = resets = 0
-    for _ in range(20):
-        ((*_, done),) = play_games(env, seats, 1)
-        as_at_first = (seats.log_joint - first).abs().amax((1, 2, 3)) < 1e-5
-        ends += int(done.sum())
-        resets += int((done & as_at_first).sum())
-    assert ends > 1000 and resets / ends == pytest.approx(0.3, abs=0.06)
 
 
 def test_a_player_that_is_redrawn_now_and_then_may_also_be_unsteady():

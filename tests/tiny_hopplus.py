@@ -67,7 +67,7 @@ def views(state, steps):
 def infer(state, steps, history):
     env = state.games.env
     clock = steps.time / env.config.final_time
-    given = (state.args, env, state.networks, views(state, steps), clock, history, steps.oracle_id)
+    given = (state.args, env, state.networks, views(state, steps), clock, history)
     return hop.infer_opponents(*given)
 
 
