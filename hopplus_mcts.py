@@ -93,7 +93,8 @@ class RunArgs:
     with its flags; a larger --total-timesteps extends it, --log-every and --save-seconds may change
     too"""
     log_every: Count = 5  # iterations between two rows in the logs
-    save_seconds: NonNegative = 60.0  # seconds between two checkpoints
+    save_seconds: NonNegative = 60.0
+    """seconds between two checkpoints; 0: one after each iteration"""
 
 
 @dataclasses.dataclass
@@ -2474,7 +2475,7 @@ def explained_variance(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class MetricSums:
-    """Sums of metrics since the last log, on the device"""
+    """Sums of metrics since the last row in the logs, on the device"""
 
     def __init__(self, device):
         self.sums = {}
@@ -2489,12 +2490,26 @@ class MetricSums:
         self.count.add_(1.0)
 
     def read(self) -> dict[str, np.ndarray]:
-        """The means since the last call, over all ranks: the only read from the device"""
+        """The means over iterations and ranks: the only read from the device"""
         means = {name: (total / self.count).cpu().numpy() for name, total in self.sums.items()}
-        for total in (*self.sums.values(), self.count):
-            total.zero_()
         ranks = gather_ranks(means)
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in means}
+
+    def reset(self) -> None:
+        for total in (*self.sums.values(), self.count):
+            total.zero_()
+
+    def state_dict(self) -> dict:
+        return {"sums": self.sums, "count": self.count}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """In place: there a CUDA graph adds to them"""
+        self.reset()
+        self.count.copy_(saved["count"])
+        for name, total in saved["sums"].items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(total, device=self.count.device)
+            self.sums[name].copy_(total)
 
 
 def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, float]:
@@ -2590,7 +2605,6 @@ def capture_graphs(state: "TrainState", stages: dict) -> dict:
             function()
     torch.cuda.synchronize()
     state.load_state_dict(before)
-    state.metrics.read()
     torch.cuda.empty_cache()  # graphs have memory of their own: what came before gives its back
     env = state.games.env
     return {name: capture(function, env, True) for name, function in stages.items()}
@@ -2689,6 +2703,7 @@ class TrainState:
             "games": self.games.state_dict(),
             "eps": self.eps,
             "horizon": self.horizon,
+            "metrics": self.metrics.state_dict(),
             "cpu_random": torch.get_rng_state(),
         }
         if self.watched is not None:
@@ -2699,8 +2714,9 @@ class TrainState:
 
     def load_state_dict(self, saved: dict) -> None:
         """Everything in place, before a CUDA graph looks for it there. A replay may be empty, here
-        or there."""
+        or there, and so may the sums of metrics."""
         kept = self.state_dict()
+        del kept["metrics"]["sums"]
         replays = {"games": self.games.replay}
         if self.watched is not None:
             replays["watched"] = self.watched.replay
@@ -2709,6 +2725,7 @@ class TrainState:
         game.copy_nested_(kept, saved)
         for name, replay in replays.items():
             replay.load_state_dict(saved[name]["replay"])
+        self.metrics.load_state_dict(saved["metrics"])
         self.games.env.generator.set_state(saved["games"]["env"]["generator"])
         torch.set_rng_state(saved["cpu_random"])
         if self.eps.is_cuda:
@@ -3074,11 +3091,11 @@ def main(args: Args) -> dict[str, float]:
             disable=rank > 0,
         )
         held.enter_context(bar)
-        began = time.time() - seconds
-        last_save = time.time()
+        began = time.monotonic() - seconds
+        last_save = time.monotonic()
         asked = False
         rows = [{}]
-        pictures = PICTURES * iteration // num_iterations  # drawn so far
+        last_row = iteration - iteration % args.log_every
         while iteration < num_iterations and not asked:
             decay = 0.9 * args.anneal_lr * iteration / num_iterations
             learning_rate = args.learning_rate * (1 - decay)
@@ -3088,24 +3105,30 @@ def main(args: Args) -> dict[str, float]:
                 stages["watch"]()
             samples = stages["train"]()
             iteration += 1
-            asked = any(gather_ranks(bool(stop)))
-            last = asked or iteration == num_iterations
-            if iteration % args.log_every and not last:
+            overdue = time.monotonic() - last_save >= args.save_seconds
+            ranks = gather_ranks((bool(stop), overdue))
+            asked = any(stopped for stopped, _ in ranks)
+            last = iteration == num_iterations
+            save_due = ranks[0][1] or asked or last
+            log_due = iteration % args.log_every == 0 or last
+            if not (log_due or save_due):
                 continue
             step = iteration * steps_each
             metrics = state.metrics.read()
-            seconds = time.time() - began
+            seconds = time.monotonic() - began
             rows = [log_row(args, metrics, seed) for seed in range(args.num_seeds)]
             speed = {
-                "charts/SPS": step / seconds,
+                "charts/SPS": step / (seconds or math.nan),
                 "charts/learning_rate": learning_rate,
                 "time/training": seconds,
                 "time/ready": ready,
                 **{f"time/start/{name}": x for name, x in start.stages.items()},
                 **samples["timer"].seconds(),
             }
-            if run is not None:
-                run.log(step, [row | speed for row in rows])
+            if log_due:
+                state.metrics.reset()
+                if run is not None:
+                    run.log(step, [row | speed for row in rows])
             for seed, row in zip(seeds, rows, strict=True):
                 check_row(row, f"seed {seed}, iteration {iteration}")
             mean_return = np.mean([row["charts/episodic_return"] for row in rows])
@@ -3115,14 +3138,15 @@ def main(args: Args) -> dict[str, float]:
                 shown = "no game has ended yet"
             bar.set_postfix_str(shown, refresh=False)
             bar.update(step - bar.n)
-            if last or gather_ranks(time.time() - last_save > args.save_seconds)[0]:
+            if save_due:
                 save_run(run, args, state, iteration, seconds)
-                last_save = time.time()
-            pictures_due = PICTURES * iteration // num_iterations
-            if run is not None and pictures_due > pictures:
-                add_histograms(run, samples, step)
-            pictures = pictures_due
-            began = time.time() - seconds  # pictures and checkpoints are no training
+                last_save = time.monotonic()
+            if log_due:
+                drawn = PICTURES * last_row // num_iterations
+                if run is not None and PICTURES * iteration // num_iterations > drawn:
+                    add_histograms(run, samples, step)
+                last_row = iteration
+            began = time.monotonic() - seconds  # pictures and checkpoints are no training
     path = gather_ranks(run and str(run.folders[0] / "checkpoint.pt"))[0]
     if asked and iteration < num_iterations:
         say(f"stopped; go on with: {shlex.join(['python', sys.argv[0], '--resume', path])}")

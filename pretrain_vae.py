@@ -1032,7 +1032,7 @@ def write_results(run: game.Run, tables: list[dict], arrays: list[dict], epoch: 
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final figures, averaged over seeds, as {"with history/top1": ...}."""
-    started = time.time()
+    started = time.monotonic()
     config = validate(args)
     device = game.resolve_device(args.device)
     checkpoint = None
@@ -1067,7 +1067,7 @@ def main(args: Args) -> dict[str, float]:
                 epoch += 1
                 tables, _ = measure(args, config, models, first_rows(held_out, MEASURED_TRAJECTORIES))
                 run.log(epoch, log_rows(losses, tables, optimizer.param_groups[0]["lr"]))
-                seconds = time.time() - started
+                seconds = time.monotonic() - started
                 for name, values in losses.items():
                     if not np.isfinite(values).all():
                         raise FloatingPointError(f"{name} is {values} (epoch {epoch})")
@@ -1083,7 +1083,7 @@ def main(args: Args) -> dict[str, float]:
         tables, arrays = measure(args, config, models, held_out, first_rows(data, PROBED_TRAJECTORIES))
         write_results(run, tables, arrays, epoch, draw=unfinished)
     show_table(tables)
-    print(f"{time.time() - started:.1f} s in all; checkpoint, CSV and pictures in {run.folders[0]}")
+    print(f"{time.monotonic() - started:.1f} s in all; checkpoint, CSV and pictures in {run.folders[0]}")
     results = {"checkpoint": str(path)}
     for name in PREDICTORS:
         for figure in tables[0][name]:

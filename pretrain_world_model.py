@@ -948,7 +948,7 @@ def evaluate(args: Args) -> dict[str, float]:
 
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
-    started = time.time()
+    started = time.monotonic()
     config = validate(args)
     if args.evaluate is not None:
         return evaluate(args)
@@ -987,7 +987,7 @@ def main(args: Args) -> dict[str, float]:
                 measured = measure(config, world, first_rows(held_out, MEASURED_TRANSITIONS))
                 rows = log_rows(loss, measured, optimizer.param_groups[0]["lr"])
                 run.log(update, rows)
-                seconds = time.time() - started
+                seconds = time.monotonic() - started
                 if not np.isfinite(loss).all():
                     raise FloatingPointError(f"losses/world_model is {loss} (update {update})")
                 exact = np.mean([row["wm/exact_match"] for row in rows])
@@ -999,7 +999,7 @@ def main(args: Args) -> dict[str, float]:
             raise SystemExit(128 + stop[0])
         writers = run.writers if unfinished else []
         final = report(args, config, world, held_out_games, held_out, run.folders, writers, update)
-    print(f"{time.time() - started:.1f} s in all; checkpoint {path}")
+    print(f"{time.monotonic() - started:.1f} s in all; checkpoint {path}")
     return {"checkpoint": str(path), **mean_over_seeds(final)}
 
 

@@ -111,7 +111,7 @@ def check_ablation(script, state, metrics):
 
 
 def check_curve(script, state, metrics):
-    state.metrics.read()
+    state.metrics.reset()
     boards = script.train_iteration(state)["transitions"].board
     found = state.metrics.read()["my/together"]
     for learner, board in enumerate(boards):

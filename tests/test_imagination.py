@@ -745,12 +745,14 @@ def test_batch_metrics_are_over_the_samples_that_count():
     assert hop.explained_variance(batch | {"returns": torch.ones(2, 24)}).isnan().all(), "there is nothing to explain"
 
 
-def test_metrics_are_means_over_the_iterations_since_the_last_log():
+def test_metrics_are_means_over_the_iterations_since_they_were_reset():
     sums = hop.MetricSums(CPU)
     for i in range(1, 5):
         sums.add({"a": torch.tensor([1.0 * i, 2.0 * i]), "b": torch.tensor([i])})
-    found = sums.read()
-    assert found["a"].tolist() == [2.5, 5.0] and found["b"].tolist() == [2.5]
+    for _ in range(2):
+        found = sums.read()
+        assert found["a"].tolist() == [2.5, 5.0] and found["b"].tolist() == [2.5]
+    sums.reset()
     sums.add({"b": torch.tensor([3]), "a": torch.tensor([7.0, 8.0])})
     found = sums.read()
     assert found["a"].tolist() == [7.0, 8.0] and found["b"].tolist() == [3.0]

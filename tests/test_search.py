@@ -1395,7 +1395,7 @@ def test_imagined_samples_are_never_distilled(monkeypatch):
 def test_search_metrics_count_only_learners_on_the_board():
     state = make_state(num_envs=32, **NO_MODELS)
     hop.train_iteration(state)
-    state.metrics.read()
+    state.metrics.reset()
     samples = hop.train_iteration(state)  # by now somebody has left
     metrics = state.metrics.read()
     present = samples["transitions"].board[..., 0] < CONFIG.num_cells

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,21 +247,31 @@ def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
     assert shares[3:] == [0, 0]
 
 
-def test_rows_and_checkpoints_come_as_often_as_asked(monkeypatch, tmp_path):
+CLOCKS = {
+    "goes": {},
+    "stands still": {"time.time": lambda: 5000.0, "time.monotonic": lambda: 5000.0},
+    "steps back": {"time.time": itertools.count(10_000, -1).__next__},
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_rows_and_checkpoints_come_as_often_as_asked(clock, monkeypatch, tmp_path):
+    for name, function in CLOCKS[clock].items():
+        monkeypatch.setattr(name, function)
     saved, save = [], Run.save
-    monkeypatch.setattr(Run, "save", lambda run, content: (saved.append(content), save(run, content)))
-    for seconds, iterations in ((0.0, [2, 4, 5]), (1000.0, [5])):
+    monkeypatch.setattr(Run, "save", lambda run, content: (saved.append(content["iteration"]), save(run, content)))
+    for seconds, iterations in ((0.0, [1, 2, 3, 4, 5]), (1000.0, [5])):
         saved.clear()
         flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 5 * 32, "run_dir": str(tmp_path)}
         final = hop.main(make_args("ppo", **flags))
         assert [line["steps"] for line in lines_of(Path(final["checkpoint"]).parent)] == [64, 128, 160]
-        assert [content["iteration"] for content in saved] == iterations
+        assert saved == iterations
 
 
 def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(monkeypatch, tmp_path):
     """On a clock on which an iteration takes 2 s, a picture 100 s, a checkpoint 1000 s"""
     clock = [5000.0]
-    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
     def takes(seconds, function):
         def call(*given):
