@@ -1433,7 +1433,7 @@ def plan_actions(args: Args, env, networks, infer, position: Position, walls, be
         if args.search_model == "env":
             next_board, reward = env_transition(env, position, walls.flatten(0, 1), joint, seat.flatten())
         else:
-            next_board, reward, _ = predict_step(config, networks.world, here.board, walls, learner_joint, seat)
+            next_board, reward = predict_step(networks.world, here.board, walls, learner_joint, seat)
             next_board = next_board.flatten(0, 1)
             reward = reward.flatten()
         reward = shape_reward(args, config, reward, position.board, joint, next_board)
@@ -2135,11 +2135,10 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     return ended, first_hunt
 
 
-def predict_step(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
+def predict_step(world: Stacked, board, walls, joint, seat):
     """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
-    board, the reward, clipped to the game's payoffs, and as the world model says it"""
-    next_board, reward = world(board, walls.float(), joint, seat, method="predict")
-    return next_board, reward.clamp(min(config.payoffs()), max(config.payoffs())), reward
+    board, the reward, one of the game's payoffs"""
+    return world(board, walls.float(), joint, seat, method="predict")
 
 
 def always(x) -> torch.Tensor:
@@ -2163,9 +2162,8 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     board = played.board[:, 0]
     predictions = []
     for k in range(played.done.shape[1]):
-        board, reward, _ = predict_step(
-            config, networks.world, board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
-        )
+        step = board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
+        board, reward = predict_step(networks.world, *step)
         predictions.append({"board": board, "reward": reward})
     predicted = stack_steps(predictions)
     payoff = payoff_errors(config, played.reward).argmin(3)
@@ -2228,7 +2226,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
         step_inputs = board, now["walls"], joint, now["seat"]
-        next_board, reward, raw_reward = predict_step(config, networks.world, *step_inputs)
+        next_board, reward = predict_step(networks.world, *step_inputs)
         time_next = now["time"] + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
         sample = {
@@ -2238,7 +2236,6 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
             "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
             "log_probs": output["log_probs"],
             "reward": shape_reward(args, config, reward, board, joint, next_board),
-            "raw_reward": raw_reward,
             "ended": ended,
             "mask": now["going"] & (step < horizon)[:, None],
         }
@@ -2367,7 +2364,7 @@ def ppo_loss(args: Args, policy: Stacked, mb: dict[str, torch.Tensor]) -> tuple[
 
 def ppo_update(args: Args, policy: Stacked, optimizer, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """PPO on samples [M, n, ...]. -> means over all minibatches [M]"""
-    not_read = ("reward", "raw_reward", "value")
+    not_read = ("reward", "value")
     batch = {name: x for name, x in batch.items() if name not in not_read}
     batch = drop_masked(batch, batch["weight"] > 0, args.num_minibatches)
     updates = []
@@ -2448,17 +2445,6 @@ def batch_metrics(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.
         f"{name}/return_mean": masked_mean(batch["returns"], weight),
         f"{name}/return_std": variance(batch["returns"], weight).sqrt(),
         f"{name}/value_mean": masked_mean(batch["value"], weight),
-    }
-
-
-def raw_reward_metrics(config: StagHuntConfig, imagined: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of imagined rewards before they are clipped to the game's payoffs"""
-    weight = (imagined["weight"] > 0).float()
-    raw = imagined["raw_reward"]
-    outside = (raw < min(config.payoffs())) | (raw > max(config.payoffs()))
-    return {
-        "imagined/raw_reward_mean": masked_mean(raw, weight),
-        "imagined/raw_reward_outside": masked_mean(outside.float(), weight),
     }
 
 
@@ -2887,8 +2873,7 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
     mask = learner_mask(env.config, start.board)
     samples = imagine(args, env, state.networks, start, mask, state.horizon)
-    batch = make_ppo_batch(args, samples, real=False)
-    return batch | {"raw_reward": samples["raw_reward"].flatten(1, 2)}
+    return make_ppo_batch(args, samples, real=False)
 
 
 def train_iteration(state: TrainState) -> dict:
@@ -2937,7 +2922,6 @@ def train_iteration(state: TrainState) -> dict:
     if args.imagination and args.ppo_real_ratio < 1:
         imagined = samples["imagined"] = imagine_batch(state)
         metrics |= batch_metrics("imagined", imagined)
-        metrics |= raw_reward_metrics(env.config, imagined)
         batch = imagined
         if args.ppo_real_ratio > 0:
             batch = {name: torch.cat([real[name], imagined[name]], 1) for name in real}

@@ -47,8 +47,7 @@ def match_boards(run: Run, state: Seated) -> Match:
     exact_sums = []
     stretch_sums = []
     for k in range(ahead):
-        board, *_ = script.predict_step(
-            config,
+        board, _ = script.predict_step(
             state.networks.world,
             board,
             steps(transitions.walls, k),

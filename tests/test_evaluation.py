@@ -164,7 +164,7 @@ SIGNATURES = {  # how evaluation/ calls them
     "update_history": "args env networks belief joint history done",
     "predict_actions": "args networks belief clock noise",
     "evaluate_policy": "args policy views clock last_joint goals",
-    "predict_step": "config world board walls joint seat",
+    "predict_step": "world board walls joint seat",
     "goal_noise": "args shape",
     "goal_mean": "kind params",
     "exited": "config board next_board",

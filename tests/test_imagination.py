@@ -273,14 +273,6 @@ def test_without_watched_games_imagination_starts_from_the_learners_own():
     assert train(state)["imagined"]["weight"].sum() > 0
 
 
-@pytest.mark.parametrize(("sign", "bound"), [(1, 5.0), (-1, 0.0)])
-def test_imagined_rewards_are_clipped_to_the_payoffs(sign, bound):
-    state = make_state()
-    state.networks.world.network.payoffs.fill_(sign * 1e4)
-    start, mask = starts(state)
-    assert (imagined(state, start, mask)["reward"] == bound).all()
-
-
 def test_imagination_stops_at_the_horizon_and_bootstraps():
     state = make_state(gamma=0.5, num_envs=12)
     start, mask = starts(state)

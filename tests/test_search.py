@@ -721,7 +721,7 @@ class NodeCheck:
             board, reward = hop.env_transition(self.env, before, walls.flatten(0, 1), joint, seat.flatten())
         else:
             step = self.by_learner(before.board), walls, self.by_learner(joint), seat
-            board, reward, _ = hop.predict_step(config, search.networks.world, *step)
+            board, reward = hop.predict_step(search.networks.world, *step)
             board = board.flatten(0, 1)
             reward = reward.flatten()
         ended, hunt = hop.imagined_end(config, before.board, board, before.time + 1, before.first_hunt)
