@@ -137,6 +137,10 @@ def test_first_weights_depend_on_the_seed_alone():
             own = getattr(second.networks, name).params[key]
             assert torch.equal(p[-len(own) :], own), (name, key)
             assert not p.any() or len(p.flatten(1).unique(dim=0)) == len(p), f"two learners begin alike: {name} {key}"
+    networks = both.networks
+    for one, other in itertools.combinations((networks.prior, networks.inference, networks.moa), 2):
+        table, other_table = (network.params["encoder.table"] for network in (one, other))
+        assert (table != other_table).flatten(1).any(1).all(), "two networks of a learner begin alike"
     watched = make_watched(num_seeds=2).networks
     for name in ("prior", "inference", "moa", "moa_prior", "world"):
         for key, p in getattr(watched, name).params.items():
@@ -144,6 +148,15 @@ def test_first_weights_depend_on_the_seed_alone():
     env = both.games.env
     games = env.observe(env.state).unflatten(0, (2, -1))
     assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
+
+
+def test_first_weights_of_a_layer_and_the_first_policy():
+    layer = hop.Linear(300, 200, gain=2.0)
+    assert float(layer.weight.detach().var()) == pytest.approx(2.0**2 / 300, rel=0.03) and not layer.bias.any()
+    _, outputs, _ = play(make_state(), 4)
+    legal = outputs["legal"]
+    uniform = legal / legal.sum(3, keepdim=True)
+    torch.testing.assert_close(outputs["log_probs"].exp(), uniform, atol=0.02, rtol=0)
 
 
 def weighted_gradients(outputs, parameters):

@@ -15,7 +15,7 @@ from stag_hunt_env import StagHuntConfig
 import numpy as np
 import pytest
 import torch
-from helpers import lines_of, record_learning_rates, same_tree, save_as_run
+from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, save_as_run
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
@@ -184,8 +184,8 @@ def test_hopplus_starts_from_these_checkpoints(tmp_path, runs):
 def test_a_vae_of_other_prey_is_refused(tmp_path, runs):
     """One stag and 3 hares, or 2 and 2: its tables have as many rows"""
     config = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
-    flags = {"vae_checkpoint": runs[vae][1]["checkpoint"], "subgoal_hidden": 8, "goal_dim": 4, "num_envs": 4}
-    args = hopplus_ppo.make_args(device="cpu", config=config, run_dir=str(tmp_path), **flags)
+    flags = {**TINY_FLAGS, "config": config, "vae_checkpoint": runs[vae][1]["checkpoint"]}
+    args = hopplus_ppo.make_args(device="cpu", run_dir=str(tmp_path), **flags)
     with pytest.raises(game.UserError, match="does not fit: num_stags 1, here 2"):
         hopplus_ppo.main(args)
 
