@@ -3,8 +3,8 @@
     python pretrain_world_model.py                       # structured head, 4x4, 50 000 transitions
     python pretrain_world_model.py --wm-head pixel       # the per-pixel MSE head, for comparison
     python pretrain_world_model.py --num-seeds 5 --height 8 --width 8
-    python pretrain_world_model.py --evaluate runs/RUN/checkpoint.pt --evaluate-board 6x9
     python pretrain_world_model.py --resume runs/RUN/checkpoint.pt
+    python evaluation/world_model.py runs/RUN --height 6 --width 9    # measure it again, on another board
     python hopplus_ppo.py --world-model-checkpoint runs/RUN/checkpoint.pt
 
 A transition is one player's view of one step: (its board, the joint action in its ego order) ->
@@ -63,10 +63,6 @@ class RunArgs:
     """continue the run of this checkpoint or run folder, bit for bit, with its flags; more
     --num-updates extend it, --log-every may change too"""
     log_every: Count = 200  # updates between two measurements, which are also checkpoints
-    evaluate: str | None = None
-    """only measure this checkpoint: tables and pictures beside it; the other flags come from it"""
-    evaluate_board: str | None = None
-    """--evaluate: on a board of this size, for example 6x9 (structured head only)"""
 
 
 @dataclasses.dataclass
@@ -124,17 +120,9 @@ def parse_args(words: list[str]) -> Args:
     return game.parse(Args, GROUPS, make_args(**early), words)
 
 
-def parse_board(board: str) -> tuple[int, int]:
-    height, cross, width = board.partition("x")
-    right = cross and height.isdecimal() and width.isdecimal()
-    refuse(not right, f"--evaluate-board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
-    return int(height), int(width)
-
-
 def validate(args: Args) -> StagHuntConfig:
-    """Refuses wrong flags before anything is written. -> the game that is measured"""
+    """Refuses wrong flags before anything is written."""
     config = args.config
-    board = args.evaluate_board
     pixel = args.wm_head == "pixel"
     game.check_ranges(args)
     game.resolve_device(args.device)
@@ -146,15 +134,6 @@ def validate(args: Args) -> StagHuntConfig:
         refuse(not pixel, "--wm-channel-weights belongs to --wm-head pixel")
         refuse(len(weights) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
         refuse(negative, "--wm-channel-weights must be numbers >= 0")
-    refuse(board and not args.evaluate, "--evaluate-board belongs to --evaluate")
-    refuse(board and pixel, f"--evaluate-board: the pixel head knows one size, {config.height}x{config.width}")
-    refuse(args.evaluate and args.resume, "--evaluate and --resume exclude each other")
-    if board:
-        height, width = parse_board(board)
-        try:
-            config = dataclasses.replace(config, height=height, width=width)
-        except game.UserError as error:
-            raise game.UserError(f"--evaluate-board {board}: {error}") from error
     refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
     return config
 
@@ -918,40 +897,10 @@ def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, 
     run.save(content)
 
 
-def evaluate(args: Args) -> dict[str, float]:
-    """Measures the checkpoint --evaluate, on its board or on another"""
-    checkpoint = game.load_checkpoint(args.evaluate, FORMAT)
-    args = load_args(
-        args.evaluate,
-        checkpoint["args"],
-        device=args.device,
-        evaluate=args.evaluate,
-        evaluate_board=args.evaluate_board,
-        resume=None,
-    )
-    config = validate(args)
-    device = game.resolve_device(args.device)
-    seeds = run_seeds(args)
-    games = [collect_games(args, config, seed, device)[1] for seed in seeds]
-    world = make_world_model(args, config, seeds, device)
-    world.load_state_dict(checkpoint["networks"]["world"])
-    results = game.find_checkpoint(args.evaluate).parent / f"evaluation_{config.setting}"
-    folders = [results / f"seed_{seed}" for seed in seeds]
-    try:
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise game.UserError(f"--evaluate: could not write to {results}: {error.strerror}") from error
-    rows = report(args, config, world, games, make_dataset(games), folders, writers=[], step=0)
-    return mean_over_seeds(rows)
-
-
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
     started = time.monotonic()
     config = validate(args)
-    if args.evaluate is not None:
-        return evaluate(args)
     device = game.resolve_device(args.device)
     checkpoint = None
     update = 0
