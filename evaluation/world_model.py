@@ -63,7 +63,6 @@ def match_boards(run: Run, state: Seated) -> Match:
             board,
             steps(transitions.walls, k),
             steps(transitions.joint, k),
-            steps(transitions.seat, k),
         )
         exact = exact & (board == steps(transitions.next_board, k)).all(2)
         same_game = steps(before, k) == steps(before, 0)
