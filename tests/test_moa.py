@@ -267,7 +267,7 @@ def test_boards_are_compared_within_a_game_and_until_the_learner_leaves(tmp_path
     monkeypatch.setattr(world_model, "STARTS", 5)
     true_board = {}
 
-    def predict_step(world, board, walls, joint):
+    def predict_step(world, board, walls, joint, seat):
         """Right, but in every seventh row"""
         step = len(true_board)
         transitions = kept[0][0]
