@@ -26,11 +26,6 @@ import numpy as np
 
 # ---- The worst case: what a learner earns beside the co-players that it plays worst with
 
-PERIODS = {  # of 2400 steps with the same co-players: how a column of returns ends
-    "last quarter": "",
-    "first 400 steps": " first 400",
-    "first game": " first game",
-}
 CO_PLAYER_SETS = ("standard", "strangers", "learned")
 METHOD_ORDER = [BAYES, *METHODS["4x4"]]
 STYLE = Path(__file__).resolve().parent / "plots.mplstyle"
@@ -43,7 +38,6 @@ class Meeting(NamedTuple):
     board: str
     method: str
     mode: str  # frozen, learning; "" for the scripted hunter
-    period: str
     returns: dict[str, dict[str, float]]  # co-players -> seed (of the scripted hunter: repetition) -> return
     test_steps: float | None  # real steps that are not counted as such, mean of all repetitions
 
@@ -78,8 +72,8 @@ def read_meetings(docs: Path) -> list[Meeting]:
     order = [*METHOD_ORDER, *map(method_of, labels)]
     labels.sort(key=lambda label: order.index(method_of(label)))
     meetings = []
-    for label, mode, period in itertools.product(labels, (BAYES, "frozen", "learning"), PERIODS):
-        returns = mean_returns(rows, label, mode + PERIODS[period])
+    for label, mode in itertools.product(labels, (BAYES, "frozen", "learning")):
+        returns = mean_returns(rows, label, mode)
         scripted = method_of(label) == BAYES
         if not returns or scripted != (mode == BAYES):
             continue
@@ -90,7 +84,6 @@ def read_meetings(docs: Path) -> list[Meeting]:
                 board=board_of(label),
                 method=method_of(label),
                 mode="" if scripted else mode,
-                period=period,
                 returns=returns,
                 test_steps=float(np.mean(steps)) if steps else None,
             )
@@ -140,7 +133,7 @@ def complete(meetings: list[Meeting], of_references: dict) -> list[Meeting]:
         met = {name: returns for name, returns in meeting.returns.items() if name in players}
         if len(met) == len(players):
             kept.append(meeting._replace(returns=met))
-        elif meeting.period == "last quarter":
+        else:
             name = label_of(meeting.method, meeting.board)
             left_out.append(f"{name}, {meeting.mode} ({len(met)} of {len(players)})")
     if left_out:
@@ -158,7 +151,6 @@ def worst_row(meeting: Meeting, worst: WorstCase) -> dict:
         "board": meeting.board,
         "method": meeting.method,
         "mode": meeting.mode,
-        "period": meeting.period,
         "sets": worst.num_sets,
         "worst set": worst.worst_set,
         "worst regret set": worst.regret_set,
@@ -174,32 +166,26 @@ def worst_row(meeting: Meeting, worst: WorstCase) -> dict:
     return row
 
 
-def print_worst(board: str, of_periods: dict[str, dict[str, tuple[Meeting, WorstCase]]]) -> None:
-    """of_periods: period -> learner -> what it met, and the worst of it"""
-    later = of_periods["last quarter"]
-    if not later:
+def print_worst(board: str, learners: dict[str, tuple[Meeting, WorstCase]]) -> None:
+    """learners: name -> what it met, and the worst of it"""
+    if not learners:
         return
-    num_sets = next(iter(later.values()))[1].num_sets
+    num_sets = next(iter(learners.values()))[1].num_sets
     print(f"\n{board}, {num_sets} sets of co-players, the last quarter of the steps")
     table = []
-    for name, (meeting, worst) in later.items():
+    for name, (meeting, worst) in learners.items():
         steps = "" if meeting.test_steps is None else f"{meeting.test_steps:.0f}"
         regret = [plus_minus(worst.worst_regret, 2), worst.regret_set]
         table.append([name, *score_cells(worst), *regret, steps])
     scores = ["worst score", "beside", "mean score"]
     print_table(["learner", *scores, "worst regret", "beside", "test steps"], table)
-    for period, learners in of_periods.items():
-        if period != "last quarter" and learners:
-            print(f"\n{board}, the {period}")
-            table = [[name, *score_cells(worst)] for name, (_, worst) in learners.items()]
-            print_table(["learner", *scores], table)
 
 
 def print_without_hardest(board: str, meetings: list[Meeting], of_references: dict) -> None:
     table = []
     for meeting in meetings:
         others = {players: returns for players, returns in meeting.returns.items() if players != HARDEST}
-        if meeting.board == board and meeting.period == "last quarter" and others:
+        if meeting.board == board and others:
             worst = worst_case(meeting._replace(returns=others), of_references)
             table.append([learner_name(meeting), *score_cells(worst)])
     if table:
@@ -226,13 +212,13 @@ def draw_worst(docs: Path) -> None:
         return
     rows = []
     for board in BOARDS:
-        of_periods = {period: {} for period in PERIODS}
+        learners = {}
         for meeting in meetings:
             if meeting.board == board:
                 worst = worst_case(meeting, of_references)
                 rows.append(worst_row(meeting, worst))
-                of_periods[meeting.period][learner_name(meeting)] = meeting, worst
-        print_worst(board, of_periods)
+                learners[learner_name(meeting)] = meeting, worst
+        print_worst(board, learners)
         print_without_hardest(board, meetings, of_references)
     write(docs / "data" / "worst_case.csv", rows)
     draw_worst_figure(docs, meetings, of_references)
@@ -257,7 +243,7 @@ def draw_worst_figure(docs: Path, meetings: list[Meeting], of_references: dict) 
     of_boards = {}
     for meeting in meetings:
         shown = meeting.method in METHOD_ORDER and meeting.mode != "frozen"
-        if shown and meeting.period == "last quarter":
+        if shown:
             of_boards.setdefault(meeting.board, []).append(meeting)
     kinds = {row["co_players"]: row["sets"] for row in read_repetitions(docs)}
     heights = [len(learners) for learners in of_boards.values()]

@@ -11,9 +11,8 @@ learner in each seat in turn (one that was alone with rule-based players sits in
 games, learns from the first alone, and remembers in each what it saw there: the others only make the scores less noisy.
 Scores are mean returns of the games that ended in the last quarter of the steps. Their intervals are over training
 seeds. References: a random player (normalised: 0), the scripted Bayes hunter of benchmarks/scripted.py, and a best
-response (1): plain PPO trained with exactly this set, the best of `--best-response-seeds` by held-out games. Beside the
-checkpoint: `adaptation_<set>.csv`, its `_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
-Beside the scores stands what was earned in each place's first game, and in the first 400 steps.
+response (1): plain PPO trained with exactly this set. Beside the checkpoint: `adaptation_<set>.csv`, its
+`_repetitions.csv` with every score, its `_curve.csv` and its `.png`.
 
 How a learner learns, every `--every` steps: MOA from what was seen; it is used where it has predicted the newest steps
 better so far than the MOA that the learner came with. A learner with a world model then imagines whole games with its
@@ -81,7 +80,6 @@ NEEDS = (
     "opponent_model_losses",
     "train_opponent_models",
     "measure_horizon",
-    "moa_metrics",
     "train_iteration",
     "Adam",
     "Transitions",
@@ -100,10 +98,7 @@ SETS = {
     "strangers": ("3 noisy NS", "3 noisy NH", "3 switching", "3 waiting", "noisy NS + 2 noisy NH",
                   "switching + waiting + random"),
 }  # fmt: skip
-SHOWN = ("moa/nll", "moa/top1", "moa/ceiling/nll", "moa/ceiling/top1", "MOA changed", "imagined return",
-         "imagined return before", "held-out return", "held-out return before", "policy changed")  # fmt: skip
 BEST_RESPONSE_GAMES = 512
-EARLY_STEPS = 400
 FAR_ABOVE = 0.1  # of the highest payoff: by how much an imagined return may exceed the real one without a warning
 
 ON_CPU = {  # where there is no GPU
@@ -111,7 +106,6 @@ ON_CPU = {  # where there is no GPU
     "rounds": 4,
     "imagined_games": 64,
     "best_response_steps": 800_000,
-    "best_response_seeds": 1,
 }
 LEARNING = (  # flags of the script, as they are here
     "learning_rate",
@@ -152,8 +146,6 @@ class AdaptFlags:
     """also measure a random player and the scripted Bayes hunter, and train a best response to each set"""
     best_response_steps: Count = 2_000_000
     """env steps of each best response"""
-    best_response_seeds: Count = 3
-    """best responses to each set, of which held-out games choose one"""
     learning_rate: Positive = 1e-3
     """policy: Adam's step size"""
     update_epochs: Count = 4
@@ -308,7 +300,7 @@ def other_games(args: Args, run: Run, state, tables: list, number: int, num_envs
 def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str):
     """A generator, one round at a time. tables: who sits where. boards (see first_boards): to
     imagine games from, or None -> return and number of the learner's games that ended [M, 2];
-    metrics [M]; where a game ended, bool [M, T, E], and the learner's returns there [M, T, E]"""
+    metrics [M]"""
     learn = mode == "learning"
     script = run.script
     flags = state.args
@@ -318,7 +310,6 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
     policy = networks.policy
     seat = state.games.seats.learner_seat[:, 0]
     rows = torch.arange(len(seat), device=run.device)
-    rounds = args.steps // args.every
     came_with = learned = copy_params(policy)
     gain = variance = torch.zeros(len(seat), device=run.device)  # of the new policy over the one it came with
     test_steps = torch.zeros(len(seat), dtype=torch.float64, device=run.device)
@@ -383,16 +374,13 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         play_held_out = capture_later(run, held_out, functools.partial(play, run, held_out, 8))
         practice = other_games(args, run, state, tables, 2, 1)
         practise_round = capture_later(run, practice, functools.partial(play, run, practice, args.every))
-    for number in range(rounds):
+    for _ in range(args.steps // args.every):
         transitions, outputs, episodes = play_round()
         runs.check_decisions(run.path, outputs["log_probs"])
         done = episodes["done"].unflatten(1, (len(seat), -1)).movedim(1, 0)  # [M, T, E]
         returns = episodes["return"].unflatten(1, (len(seat), -1))[:, rows, :, seat]
         returns = done * returns
         earned = torch.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
-        games = done.cpu().numpy(), returns.cpu().numpy()
-        if networks.moa is not None and number == rounds - 1:
-            metrics |= script.moa_metrics(flags, state.games, networks, transitions, episodes)
         transitions = tree_map(lambda x: x[:, :, :1], transitions)
         if learn_moa:
             evidence += moa_nll(moa_before, transitions) - moa_nll(moa_learned, transitions)
@@ -400,7 +388,6 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             script.train_opponent_models(flags, env, networks, optimizer, replay, None, 0.0, args.subgoal_updates)
             moa_learned = copy_params(networks.moa)
             networks.moa.load_state_dict(select_params(evidence > 0, moa_learned, moa_before))
-            metrics["MOA changed"] = evidence > 0
         if learn:
             policy.load_state_dict(learned)
         if learn and boards is None:  # PPO learns from what the new weights do, whoever acts
@@ -422,9 +409,8 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
             better = gain > 2 * variance.sqrt()
             policy.load_state_dict(select_params(better, learned, came_with))
             metrics[judged] = torch.where(better, new, old)
-            metrics[f"{judged} before"] = old.clone()
             metrics["policy changed"] = better
-        yield earned.cpu().numpy(), metrics, games
+        yield earned.cpu().numpy(), metrics
 
 
 def bayes_hunter(args: Args, run: Run, tables: list):
@@ -451,13 +437,12 @@ def bayes_hunter(args: Args, run: Run, tables: list):
         done = by_table(ended)
         returns = by_table(returns)
         earned = np.stack([returns.sum((1, 2)), done.sum((1, 2))], 1)
-        yield earned, {}, (done, returns)
+        yield earned, {}
 
 
 def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
-    """A generator: trains plain PPO with exactly each set, from several seeds, an iteration at a time. At last yields
-    what each earned in held-out games [sets, seeds], and the best one's mean return in each place of others [sets, E]
-    """
+    """A generator: trains plain PPO with exactly each set, an iteration at a time. At last yields its mean return in
+    each place of new games [sets, E]"""
     ppo_args = run.script.make_args(
         "ppo",
         args.device,
@@ -467,7 +452,7 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
         num_envs=BEST_RESPONSE_GAMES,
         learning_rate=1e-3,
     )
-    tables = [["learner", *players] for players in sets.values() for _ in range(args.best_response_seeds)]
+    tables = [["learner", *players] for players in sets.values()]
     seated = frozen_players.stand_ins(args.other_runs, tables)
     state = run.script.make_train_state(ppo_args, seated, [args.seed], run.device)
     seats = state.games.seats
@@ -479,10 +464,7 @@ def best_responses(args: Args, run: Run, sets: dict, num_iterations: int):
         state.optimizers["policy"].param_groups[0]["lr"].fill_(rate)
         iteration()
         yield None
-    returns = [play_games(run, state, 4, skip=1)["return"][..., 0] / 4 for _ in range(2)]  # seat 0: the learner
-    held_out, scored = (x.reshape(len(sets), args.best_response_seeds, -1) for x in returns)
-    chosen = held_out.mean(2).argmax(1)
-    yield held_out.mean(2), scored[np.arange(len(sets)), chosen]
+    yield play_games(run, state, 4, skip=1)["return"][..., 0] / 4  # seat 0: the learner
 
 
 def timed(function, times: int) -> float:
@@ -548,28 +530,6 @@ def cluster_means(values: np.ndarray, clusters: np.ndarray) -> list[float]:
     return [float(values[clusters == cluster].mean()) for cluster in np.unique(clusters)]
 
 
-def games_until(curve: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """curve [rounds, sets, places, 2] of returns and games, goal [sets] -> how many games each place had played at the
-    end of the first round whose mean return reached the goal [sets]"""
-    total, games = np.moveaxis(curve.sum(2), 2, 0)
-    reached = total >= goal * games
-    played = games.cumsum(0)[reached.argmax(0), np.arange(len(goal))] / curve.shape[2]
-    return np.where(reached.any(0), played, np.nan)
-
-
-def early_returns(done: np.ndarray, returns: np.ndarray) -> dict[str, np.ndarray]:
-    """Where a game ended in the first steps, bool [M, T, E], and its return [M, T, E] -> means of
-    the early games [M]"""
-    first = done & (done.cumsum(1) == 1)
-    early = done[:, :EARLY_STEPS]
-    means = {}
-    for name, counts in (("first game", first), (f"first {EARLY_STEPS}", early)):
-        total = (counts * returns[:, : counts.shape[1]]).sum((1, 2))
-        number = counts.sum((1, 2))
-        means[name] = total / np.where(number > 0, number, np.nan)
-    return means
-
-
 def check_flags(args: Args) -> None:
     """Refuses what could not be played or written"""
     final_time = args.run.args.config.final_time
@@ -595,21 +555,16 @@ def main(args: Args) -> dict[str, float]:
         per_iteration = BEST_RESPONSE_GAMES * run.script.make_args("ppo", args.device).num_steps
         iterations = math.ceil(args.best_response_steps / per_iteration)
     print(f"{len(sets)} set(s) of co-players x {args.repetitions} repetitions x {args.steps} steps, {rounds} rounds")
-    seeds = args.best_response_seeds
-    print(f"modes: {', '.join(modes)}; best responses: {seeds} x {iterations} iterations of PPO", flush=True)
+    print(f"modes: {', '.join(modes)}; best responses: {iterations} iterations of PPO", flush=True)
     curves = {mode: [] for mode in modes}
-    first_rounds = {mode: [] for mode in modes}
-    early_rounds = math.ceil(max(EARLY_STEPS, run.args.config.final_time) / args.every)
     imagined = {}
     metrics = {}
     loops = make_loops(args, run, sets, modes)
 
     def play_all():
         for mode, loop in loops.items():
-            earned, metrics[mode], games = next(loop)
+            earned, metrics[mode] = next(loop)
             curves[mode].append(earned)
-            if len(first_rounds[mode]) < early_rounds:
-                first_rounds[mode].append(games)
             if "imagined return" in metrics[mode]:
                 imagined.setdefault(mode, []).append(metrics[mode]["imagined return"].cpu().numpy())
 
@@ -621,36 +576,17 @@ def main(args: Args) -> dict[str, float]:
     print(f"about {seconds / 60:.1f} minutes to go on {run.device}", flush=True)
     for _ in tqdm(range(rounds - warm_up), desc="adaptation", unit="round", leave=False):
         play_all()
-    print_metrics(sets, metrics)
     curves = {name: np.reshape(curve, (rounds, len(sets), -1, 2)) for name, curve in curves.items()}
-    early = {}
-    for mode, games in first_rounds.items():
-        done, returns = (np.concatenate(x, 1) for x in zip(*games, strict=True))  # [M, T, E]
-        for name, means in early_returns(done, returns).items():
-            early[f"{mode} {name}"] = means.reshape(len(sets), -1)
     best = None
     if args.references:
         *_, best = tqdm(training, total=iterations, desc="best responses", unit="iteration", leave=False)
-    return summarise(args, sets, curves, early, imagined, metrics, best)
+    return summarise(args, sets, curves, imagined, metrics, best)
 
 
-def print_metrics(sets: dict, metrics: dict[str, dict]) -> None:
-    for mode, of_mode in metrics.items():
-        if not of_mode.keys() & set(SHOWN):
-            continue
-        for k, key in enumerate(sets):
-            texts = []
-            for name, x in of_mode.items():
-                if name in SHOWN:
-                    mean = x.float().reshape(len(sets), -1)[k].mean()
-                    texts.append(f"{name} {mean:.3f}")
-            print(f"{mode}, {key}: " + ", ".join(texts))
-
-
-def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[str, float]:
-    """Prints and writes the scores. curves {name: [rounds, sets, repetitions, 2]}, early {column:
-    [sets, repetitions]}, imagined {mode: returns [sets * repetitions] of each round}, best: what
-    best_responses yields at last, or None -> score by mode and set"""
+def summarise(args: Args, sets, curves, imagined, metrics, best) -> dict[str, float]:
+    """Prints and writes the scores. curves {name: [rounds, sets, repetitions, 2]}, imagined {mode:
+    returns [sets * repetitions] of each round}, best: what best_responses yields at last, or None
+    -> score by mode and set"""
     run = args.run
     config = run.args.config
     quarter = args.steps // args.every // 4
@@ -668,10 +604,7 @@ def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[
         clusters = seed if name in args.modes else repetition  # nobody trained the others
         table[name] = [interval(cluster_means(row, clusters)) for row in score]
     if best is not None:
-        held_out, returns = best
-        table["best response"] = [interval(row) for row in returns]
-        more["best response chosen"] = held_out.argmax(1) + 1
-        more |= {f"best response {k + 1} held-out": column for k, column in enumerate(held_out.T)}
+        table["best response"] = [interval(row) for row in best]
     for mode, returns in imagined.items():
         mean = np.array([np.mean(cluster_means(row, seed)) for row in returns])
         real = np.array([mean for mean, _ in table[mode]])
@@ -682,11 +615,6 @@ def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[
         for k in np.flatnonzero(too_high):
             texts = f"imagined return {mean[k]:.2f}, real {real[k]:.2f}"
             print(f"warning: {mode}, {list(sets)[k]}: {texts}, new weights in {changed[k]:.0%} of the repetitions")
-    for name in args.modes:
-        goal = 0.9 * np.array([mean for mean, _ in table[name]])
-        more[f"{name} games to 90 %"] = games_until(curves[name], goal) / args.games_at_once
-    for column, means in early.items():
-        more[f"{column} mean"] = means.mean(1)
     test_steps = {}
     for name in args.modes:
         test_steps[name] = metrics[name]["test steps"].reshape(len(sets), -1).cpu().numpy()
@@ -696,7 +624,6 @@ def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[
         "seed": np.broadcast_to(run.checkpoint["args"]["seed"] + seed, shape),
         "seat": np.broadcast_to(repetition % config.num_players, shape),
         **scores,
-        **early,
         **{f"{mode} test steps": x for mode, x in test_steps.items()},
         **{f"{mode} imagined": x for mode, x in imagined.items()},
     }
@@ -707,9 +634,6 @@ def summarise(args: Args, sets, curves, early, imagined, metrics, best) -> dict[
             for key, row in zip(sets, scores[name] - scores["frozen"], strict=True):
                 gains.append(f"{key} {mean_text(*interval(cluster_means(row, seed)))}")
             print(f"{name} minus frozen: " + ", ".join(gains))
-    for name in args.modes:
-        games = [f"{key} {number:.0f}" for key, number in zip(sets, more[f"{name} games to 90 %"], strict=True)]
-        print(f"{name}, games until a round reached 90 % of the score: " + ", ".join(games))
     counted = ", ".join(f"{name} {steps.mean():.0f}" for name, steps in test_steps.items())
     print(f"test steps of each repetition, real ones beside the {args.steps} that count: {counted}")
     return {f"{name}/{key}": row[k][0] for name, row in table.items() for k, key in enumerate(sets)}

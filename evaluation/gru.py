@@ -194,7 +194,7 @@ def play_held_out(run: Run, flags: ppo_gru.Args, play, rollout_state: ppo_gru.Ro
 
 def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_others=None):
     """As adaptation_loop of adapt.py, whose args it reads: a generator, one round at a time. -> return and number of
-    the learner's games that ended [M, 2], metrics [M], and where a game ended bool [M, T, E], with its return [M, T, E]
+    the learner's games that ended [M, 2], metrics [M]
 
     seat_others: Seats -> Seats, with learned co-players in place of some in `tables`.
     A round is cut into as many sequences as there are minibatches if it can be. `test steps`: those that a
@@ -275,8 +275,7 @@ def gru_loop(args, run: Run, tables: list, index: list[int], mode: str, seat_oth
             test_steps += new_steps + old_steps
             metrics = {
                 "held-out return": torch.where(better, new, old),
-                "held-out return before": old,
                 "policy changed": better,
                 "test steps": torch.full_like(old, test_steps),
             }
-        yield earned.cpu().numpy(), metrics, (done.cpu().numpy(), returns.cpu().numpy())
+        yield earned.cpu().numpy(), metrics

@@ -171,12 +171,10 @@ def test_adaptation_to_them(tmp_path, monkeypatch):
     b = untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SHORT)
     words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"B={b}", "--repetitions", 4, "--games-at-once", 2]
     words += ["--steps", 12, "--every", 3]
-    words += ["--modes", "learning", "--best-response-steps", 64, "--best-response-seeds", 2]
+    words += ["--modes", "learning", "--best-response-steps", 64]
     args = read(adapt, path, *words)
-    played, states, metrics = [], [], []
+    played = []
     watch(args, "rollout", played)
-    watch(args, "make_train_state", states)
-    watch(args, "moa_metrics", metrics)
     hunters, hunted = [], []
     action_probs, bayes_probs = frozen_players.LearnedSeats.action_probs, adapt.bayes_probs
 
@@ -199,16 +197,13 @@ def test_adaptation_to_them(tmp_path, monkeypatch):
         moves = (transitions.joint[..., 1:] != STAY).any(1)  # [M, E, K]
         kind = tuple(moves.shape[:2])
         moved[kind] = moved.get(kind, False) | moves
-    assert moved.keys() == {(16, 2), (16, 1), (16, 4), (8, 8)}, "scored, practised, held out, best responses"
+    assert moved.keys() == {(16, 2), (16, 1), (16, 4), (4, 8)}, "scored, practised, held out, best responses"
     for (blocks, places), moves in moved.items():
         names = [x for x in expected for _ in range(blocks // 4)]
         is_a = torch.tensor([[name == "A" for name in each] for each in names])
         number = torch.arange(blocks)[:, None] % 4 if blocks == 16 else torch.arange(places)
         second_seed = (number % 2 == 1).expand(blocks, places)
         assert torch.equal(moves, is_a[:, None] & second_seed[..., None]), "in a best response by turns too"
-    for _, of_moa in metrics:
-        ceiling = of_moa["moa/ceiling/nll"].view(4, 4)
-        assert (ceiling[1] == 0).all() and (ceiling[0, ::2] == 0).all() and (ceiling[0, 1::2] > 0.5).all()
     probs, posterior = hunters[-1]
     others = torch.tensor([[seat != b // 2 % 4 for seat in range(4)] for b in range(32)])
     assert (probs[8:16][others[8:16]][:, STAY] == 1).all()
