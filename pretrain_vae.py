@@ -60,7 +60,7 @@ TAGS = {  # the four predictors, and their names in TensorBoard and metrics.json
     KIND_KNOWN: "moa/ceiling",
 }
 PREDICTORS = tuple(TAGS)
-FIGURES = ("top1", "top3", "nll", "ece", "macro_f1")  # logged of each; the table has more
+FIGURES = ("top1", "top3", "nll", "macro_f1")  # logged of each; the table has more
 MEASURED_TRAJECTORIES = 1000  # of each seed, while it trains
 PROBED_TRAJECTORIES = 4000  # that the probes are fitted to
 
@@ -748,13 +748,6 @@ def confusion_matrix(probs: np.ndarray, action: np.ndarray) -> np.ndarray:
     return confusion
 
 
-def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
-    """ECE: by how much confidence and share of right predictions differ, in 15 bins"""
-    bins = (np.nan_to_num(confidence) * 15).astype(int)
-    gaps = np.bincount(np.minimum(bins, 14), confidence - right)
-    return abs(gaps).sum() / len(right)
-
-
 def classifier_figures(probs: np.ndarray, action: np.ndarray, confusion: np.ndarray) -> dict[str, float]:
     """probs [n, 7], action [n], confusion [7, 7] -> FIGURES, and others of each action"""
     hits = np.diag(confusion)
@@ -771,7 +764,6 @@ def classifier_figures(probs: np.ndarray, action: np.ndarray, confusion: np.ndar
         "top1": right.mean(),
         "top3": (ranking[:, :3] == action[:, None]).any(1).mean(),
         "nll": -np.log(np.maximum(likelihood, 1e-12)).mean(),
-        "ece": calibration_error(probs.max(1), right),
         "macro_f1": f1[count > 0].mean(),
     }
     for a in range(NUM_ACTIONS):

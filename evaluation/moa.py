@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map
 
 NEEDS = ("entity_views", "infer_opponents", "predict_actions", "goal_noise")
 PLACES = 64  # games at once, per seed
-BINS = 15  # of the calibration error
 
 
 class Predictions(NamedTuple):
@@ -107,21 +106,6 @@ def top1(probs, action) -> float:
     return float(guesses(probs).gather(1, action[:, None]).mean())
 
 
-def top3(probs, action) -> float:
-    """How often fewer than three actions were thought likelier than what was done"""
-    done = probs.gather(1, action[:, None])
-    return float(((probs > done).sum(1) < 3).float().mean())
-
-
-def calibration_error(probs, action) -> float:
-    """ECE: in bins of the confidence, by how much it differs from how often it is right"""
-    confidence = probs.amax(1)
-    right = guesses(probs).gather(1, action[:, None])[:, 0]
-    number = (confidence.nan_to_num() * BINS).long().clamp(0, BINS - 1)
-    gaps = torch.zeros(BINS, device=probs.device).index_add(0, number, confidence - right)
-    return float(gaps.abs().sum() / len(action))
-
-
 def scores(predictions: Predictions) -> dict[str, float]:
     moa = predictions.moa
     ceiling = predictions.ceiling
@@ -134,8 +118,6 @@ def scores(predictions: Predictions) -> dict[str, float]:
         "top-1": top1(moa, action),
         "top-1 ceiling": top1(ceiling, action),
         "top-1 Bayes": top1(bayes, action),
-        "top-3": top3(moa, action),
-        "ECE": calibration_error(moa, action),
     }
 
 

@@ -4,12 +4,9 @@
     python evaluation/subgoals.py runs/RUN --seats learner,mixed,mixed,mixed
 
 A linear probe of g_j, one for each seed, fitted to every other place of games, says which prey co-player j will take in
-this game (stag, hare, nothing); beside it stands what always naming the most frequent prey would score. The hit ratio,
-after OMG: how often j later stands on the cell on which f_psi's decoder puts it, given g_j. With one learner among
-rule-based players both have a ceiling, what the exact posterior knows: games are played on many times with co-players
-drawn from it, and the prey and the cell that come most often are named. Beside the checkpoint: `subgoals_<seats>.csv`,
-accuracy by step of the game, `_seeds.csv`, accuracy of each seed, and `.png`. What follows `--` are flags of the
-script.
+this game (stag, hare, nothing); beside it stands what always naming the most frequent prey would score. Beside the
+checkpoint: `subgoals_<seats>.csv`, accuracy by step of the game, `_seeds.csv`, accuracy of each seed, and `.png`. What
+follows `--` are flags of the script.
 """
 
 import dataclasses
@@ -21,7 +18,7 @@ from typing import Annotated
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
 from evaluation import runs
-from evaluation.runs import Run, RunFlags, Seated, check_writable, learner_seats, play, seats_of, write_csv
+from evaluation.runs import Run, RunFlags, Seated, check_writable, play, seats_of, write_csv
 
 import numpy as np
 import torch
@@ -39,8 +36,6 @@ class SubgoalFlags:
     """who sits where (None: as in training)"""
     games: Annotated[int, (">= 2", 2, game.MOST)] = 1000
     """how many games the subgoals are read in, per seed of the run; half of them are for the test"""
-    copies: game.Count = 32
-    """how often a game is played on for the ceilings"""
 
 
 @dataclasses.dataclass
@@ -68,8 +63,8 @@ def others_cells(run: Run, transitions) -> torch.Tensor:
 
 
 def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
-    """-> in the game of each step, which prey each co-player takes (its place in PREY) [M, T, E, K]; whether that game
-    ends in these T steps [M, T, E]; which game of its place it is [M, T, E]"""
+    """-> in the game of each step, which prey each co-player takes (its place in PREY) [M, T, E, K]; which game of its
+    place it is [M, T, E]"""
     done = transitions.done.int()
     exited = others_exited(run, transitions)
     hunted = transitions.joint[..., 1:].long() - game.STAY
@@ -79,7 +74,7 @@ def prey_taken(run: Run, transitions) -> tuple[torch.Tensor, ...]:
         this_game = (number == k)[..., None]
         caught = torch.where(exited & this_game, hunted, 0).amax(1, keepdim=True)
         taken = torch.where(this_game, caught, taken)
-    return taken, number < done.sum(1, keepdim=True), number
+    return taken, number
 
 
 def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
@@ -87,7 +82,7 @@ def collect(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
     the game [n], place [n], seed of the learner [n]"""
     config = run.args.config
     transitions, outputs, _ = play(run, state, 4 * config.final_time)
-    taken, _, number = prey_taken(run, transitions)
+    taken, number = prey_taken(run, transitions)
     done = transitions.done
     in_these = (number >= 1) & (number <= GAMES_EACH)
     present = others_cells(run, transitions) < config.num_cells
@@ -128,61 +123,6 @@ def fit_probes(goals, taken, seed):
     return probe
 
 
-def rest_of_game(run: Run, state: Seated) -> tuple[torch.Tensor, ...]:
-    """Plays the games on -> present [M, E, K] and subgoals [M, E, K, D] now, prey taken [M, E, K], and the cells on
-    which each co-player stands later, bool [M, E, K, H*W]"""
-    config = run.args.config
-    transitions, outputs, _ = play(run, state, config.final_time)
-    exited = others_exited(run, transitions)
-    cell = others_cells(run, transitions)
-    stands = F.one_hot(cell.long(), config.num_cells + 1)[..., :-1] > 0  # [M, T, E, K, H*W]
-    same = (transitions.done.int().cumsum(1) == transitions.done.int())[..., None]  # the game that is on now
-    hunted = transitions.joint[..., 1:].long() - game.STAY
-    taken = torch.where(exited & same, hunted, 0).amax(1)
-    later = (stands & same[..., None])[:, 1:].any(1)
-    goals = outputs["goals"][:, 0].float().unflatten(2, (exited.shape[3], -1))
-    return cell[:, 0] < config.num_cells, goals, taken, later
-
-
-def with_drawn_players(state: Seated, many: Seated, table: list[str], copies: int) -> None:
-    """Puts every game of `state` into `many`, `copies` times, with players drawn from the exact posterior in the mixed
-    seats of `table`"""
-    games = state.games
-    drawn = many.games
-    for kept, x in zip(drawn.env.state, games.env.state, strict=True):
-        kept.copy_(x.repeat_interleave(copies, 0))
-    drawn.last_joint.copy_(games.last_joint.repeat_interleave(copies, 1))
-    drawn.history.copy_(games.history.repeat_interleave(copies, 1))
-    drawn.seats.log_joint.copy_(games.seats.log_joint.repeat_interleave(copies, 0))
-    mixed = torch.tensor([name == "mixed" for name in table], device=drawn.env.device)
-    kinds = games.seats.kinds.repeat_interleave(copies, 0)
-    drawn.seats.kinds.copy_(torch.where(mixed, game.sample(drawn.seats.posterior()), kinds))
-
-
-def ceilings(args: Args, state: Seated, table: list[str], make, probe) -> dict[str, float]:
-    """Probe and hit ratio, and what they could be"""
-    run = args.run
-    many = make(args.places * args.copies)
-    right = {"probe": [], "probe, ceiling": [], "hit ratio": [], "hit ratio, ceiling": []}
-    for _ in range(4):
-        with_drawn_players(state, many, table, args.copies)
-        _, _, drawn, drawn_later = rest_of_game(run, many)
-        present, goals, taken, later = rest_of_game(run, state)
-        drawn = F.one_hot(drawn, len(PREY)).unflatten(1, (-1, args.copies))
-        likely = drawn.sum(2).argmax(3)  # [M, E, K]
-        spot = drawn_later.unflatten(1, (-1, args.copies)).sum(2).argmax(3, keepdim=True)
-        seed = runs.learner_seeds(run, state).view(-1, 1, 1).expand_as(present)
-        prey = probe(goals[present].cpu(), seed[present].cpu())
-        right["probe"].append(prey == taken[present].cpu())
-        right["probe, ceiling"].append((likely == taken)[present].cpu())
-        right["hit ratio, ceiling"].append(later.gather(3, spot)[..., 0][present].cpu())
-        if run.args.subgoals == "inferred":
-            planes = state.networks.prior(goals.flatten(1, 2), method="reconstruct")  # as the co-player sees the board
-            shown = planes[..., : later.shape[3]].argmax(2).view(*present.shape, 1)
-            right["hit ratio"].append(later.gather(3, shown)[..., 0][present].cpu())
-    return {name: float(torch.cat(x).double().mean()) for name, x in right.items() if x}
-
-
 def seed_rows(right: np.ndarray, taken: torch.Tensor, seed: np.ndarray) -> list[list]:
     """Of each seed what the probe scores, and what always naming its most frequent prey would"""
     rows = [["seed", "probe", "majority", "samples"]]
@@ -209,19 +149,15 @@ def main(args: Args) -> dict[str, float]:
     outputs = [f"{title}.csv", f"{title}_seeds.csv", f"{title}.png"]
     check_writable(*outputs)
     index = runs.learner_indices(run, table, run.num_seeds)
-
-    def make(places: int) -> Seated:
-        return runs.seat_learners(
-            run,
-            [table] * run.num_seeds,
-            args.seed,
-            index,
-            seats=",".join(table),
-            imagination=False,
-            num_envs=places,
-        )
-
-    state = make(args.places)
+    state = runs.seat_learners(
+        run,
+        [table] * run.num_seeds,
+        args.seed,
+        index,
+        seats=",".join(table),
+        imagination=False,
+        num_envs=args.places,
+    )
     goals, taken, clock, place, seed = collect(run, state)
     held_out = place % 2 == 1
     probe = fit_probes(goals[~held_out], taken[~held_out], seed[~held_out])
@@ -234,10 +170,6 @@ def main(args: Args) -> dict[str, float]:
     played = f"{args.places * GAMES_EACH} games a seed, {run.num_seeds} seed(s)"
     print(f"{config.setting}, {run.path}; {played}; {len(right)} steps of co-players in the test")
     print(f"probe {right.mean():.3f}, always the most frequent prey {majority:.3f}")
-    known = {}
-    if len(learner_seats(table)) == 1:
-        known = ceilings(args, state, table, make, probe)
-        print("in fresh games: " + ", ".join(f"{name} {value:.3f}" for name, value in known.items()))
     rows = zip(steps.tolist(), accuracy, counts.tolist(), strict=True)
     write_csv(f"{title}.csv", [["step", "accuracy", "samples"], *rows])
     write_csv(f"{title}_seeds.csv", seed_rows(right, taken[held_out], seed[held_out].numpy()))
@@ -261,7 +193,7 @@ def main(args: Args) -> dict[str, float]:
     plt.close(figure)
     for path in outputs:
         print(f"wrote {path}")
-    return {"probe_accuracy": float(right.mean()), "majority": majority, **known}
+    return {"probe_accuracy": float(right.mean()), "majority": majority}
 
 
 if __name__ == "__main__":

@@ -603,7 +603,7 @@ def test_a_tool_says_at_its_end_what_it_wrote(folder, capsys):
     one = "learner,mixed,mixed"
     calls = {
         evaluate: ["--games", 2],
-        subgoals: ["--games", 4, "--seats", one, "--copies", 2],
+        subgoals: ["--games", 4, "--seats", one],
         partners: ["--games-together", 2, "--places", 4, "--seats", one],
     }
     for tool, words in calls.items():
@@ -1204,70 +1204,6 @@ def test_each_seed_has_a_probe_of_its_own(run, monkeypatch):
     for (_, _, majority, samples), number in zip(rows[1:], (11, 12), strict=True):
         tested = taken[(seed == number) & (place % 2 == 1)]
         assert int(samples) == 150 and float(majority) == tested.bincount().max() / 150
-
-
-def test_what_follows_and_what_could_be_known(run, monkeypatch):
-    """The rest of a game by plain loops; co-players drawn from the posterior; the ceilings beside the scores"""
-    args = subgoals.parse_args(
-        [str(run[0]), "--games", "16", "--seats", "learner,mixed,nearest_hare", "--device", "cpu"]
-    )
-    table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": args.seats}
-    state, many = (runs.seat_learners(args.run, [table], 1, [0], num_envs=n, **changes) for n in (16, 16 * 500))
-    runs.play(args.run, state, 9)
-    wanted = torch.tensor([0.7, 0.25, 0.05])
-    seats = state.games.seats
-    seats.log_posterior.copy_(wanted.log().expand_as(seats.log_posterior))
-    subgoals.with_drawn_players(state, many, table, 500)
-    assert torch.equal(many.games.env.state.position, state.games.env.state.position.repeat_interleave(500, 0))
-    assert torch.equal(many.games.history, state.games.history.repeat_interleave(500, 1))
-    assert torch.equal(many.games.seats.kinds[:, ::2], seats.kinds[:1, ::2].expand(8000, 2))
-    shares = F.one_hot(many.games.seats.kinds[:, 1], 3).float().mean(0)
-    torch.testing.assert_close(shares, wanted, atol=0.02, rtol=0)
-
-    kept, play = [], runs.play
-    monkeypatch.setattr(subgoals, "play", lambda *given: kept.append(play(*given)) or kept[-1])
-    present, goals, taken, later = subgoals.rest_of_game(args.run, state)
-    transitions, outputs, _ = kept[0]
-    assert torch.equal(goals.flatten(2), outputs["goals"][:, 0])
-    exited = hopplus_ppo.exited(CONFIG, transitions.board, transitions.next_board)
-    cells = F.one_hot(transitions.board[..., 1:3].long(), 13)[..., :12]
-    for e, k in itertools.product(range(16), range(2)):
-        end = next(u for u in range(transitions.done.shape[1]) if transitions.done[0, u, e])
-        boards = cells[0, : end + 1, e, k]
-        assert present[0, e, k] == boards[0].any() and torch.equal(
-            later[0, e, k], boards[1:].amax(0) > 0 if end else boards[0] > 1
-        )
-        caught = [int(transitions.joint[0, u, e, k + 1]) - 4 for u in range(end + 1) if exited[0, u, e, k + 1]]
-        assert int(taken[0, e, k]) == sum(caught)
-
-
-def test_ceilings_name_what_comes_most_often_in_games_with_drawn_players(run, monkeypatch):
-    """Two places, three copies each, one of two co-players gone; the prey and the cell are those of most copies."""
-    args = subgoals.parse_args([str(run[0]), "--games", "2", "--copies", "3", "--device", "cpu"])
-    table, changes = ["learner", "mixed", "nearest_hare"], {"imagination": False, "seats": "learner,mixed,nearest_hare"}
-    made = {n: runs.seat_learners(args.run, [table], 1, [0], num_envs=n, **changes) for n in (2, 6)}
-    present = torch.tensor([[[True, True], [True, False]]])  # [M, E, K]
-    taken = torch.tensor([[[1, 2], [0, 2]]])
-    drawn = torch.tensor([[[1, 1], [2, 2], [1, 1], [2, 0], [0, 0], [0, 0]]])  # most often: (1, 1), (0, 0)
-    cells = [[3, 5], [3, 6], [4, 6], [7, 1], [8, 1], [8, 1]]  # most often: (3, 6), (8, 1)
-    drawn_later = F.one_hot(torch.tensor([cells]), 12) > 0
-    later = F.one_hot(torch.tensor([[[3, 5], [8, 1]]]), 12) > 0
-    goals = torch.randn(1, 2, 2, 5, generator=torch.Generator().manual_seed(1))
-    planes = made[2].networks.prior(goals.flatten(1, 2), method="reconstruct").view(2, 2, -1, 12)
-    later[0, 0, 0, planes[0, 0, 0].argmax()] = True  # where f_psi puts it, as it sees itself
-
-    def rest_of_game(run, state):
-        if state is made[6]:
-            return None, None, drawn, drawn_later
-        return present, goals, taken, later
-
-    monkeypatch.setattr(subgoals, "rest_of_game", rest_of_game)
-    found = subgoals.ceilings(args, made[2], table, made.get, lambda goals, _: torch.full((len(goals),), 2))
-    assert found["probe"] == pytest.approx(1 / 3)  # of (1, 2), (0)
-    assert found["probe, ceiling"] == pytest.approx(2 / 3)
-    assert found["hit ratio, ceiling"] == pytest.approx(2 / 3)
-    shown = [bool(later[0, e, k, planes[e, k, 0].argmax()]) for e, k in ((0, 0), (0, 1), (1, 0))]
-    assert shown[0] and found["hit ratio"] == pytest.approx(sum(shown) / 3)
 
 
 def test_scores_are_of_the_whole_last_quarter(folder, capsys):
