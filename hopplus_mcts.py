@@ -707,7 +707,6 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.by_name = config.strengths is not None
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
         column = column[:, None] + [-1, 0, 1] * 3
@@ -725,19 +724,11 @@ class WorldModel(nn.Module):
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
-        # from one), or, where players differ in strength, who does, and how strong each is; and the
-        # board.
-        self.num_acts = NUM_ACTIONS * (self.players if self.by_name else 1)
-        inputs = NUM_ACTIONS + 9 * (self.num_acts + 4)
-        stag, hare = self.num_acts, self.num_acts + 1
+        # from one); and the board.
+        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        stag, hare = NUM_ACTIONS, NUM_ACTIONS + 1
         prey = torch.tensor([stag] * config.num_stags + [hare] * config.num_hares)
         self.register_buffer("prey", prey, persistent=False)
-        if self.by_name:
-            inputs += self.players
-            seat = torch.arange(self.players)
-            ego = (seat[:, None] + seat) % self.players
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
-            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
         self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
         # One head per own action: a bystander is not mistaken for one of the party that it stands
@@ -748,18 +739,17 @@ class WorldModel(nn.Module):
         self.prey_head = Linear(args.wm_hidden, 1, 0.01)
         self.payoff_head = Linear(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
-    def forward(self, board, walls, joint, seat):
+    def forward(self, board, walls, joint):
         """board [M, n, N + P] and joint action [M, n, N] in the observer's ego order, walls [M, n,
-        H*W] (or [M, n, 1]), the observer's seat [M, n] -> logits of each player's outcome [M, n, N,
-        6], of the prey on its cell being taken [M, n, N], of the observer's payoff [M, n,
-        payoffs]"""
+        H*W] (or [M, n, 1]) -> logits of each player's outcome [M, n, N, 6], of the prey on its cell
+        being taken [M, n, N], of the observer's payoff [M, n, payoffs]"""
         board = board.long()
         joint = joint.long()
         cell = board[..., : self.players]
         around = self.around[cell]  # [M, n, N, 9]
         walls = F.pad(walls.expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        x = self.patches(board, around, blocked, joint, seat)
+        x = self.patches(board, around, blocked, joint)
         x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
         outcome = self.outcome_head(x).unflatten(1, (-1, self.players))
         outcome = select_head(outcome, joint, NUM_ACTIONS).float()
@@ -771,24 +761,17 @@ class WorldModel(nn.Module):
         payoff = select_head(payoff, self.payoff_case(cell, joint), self.num_payoff_heads).float()
         return outcome, taken, payoff
 
-    def patches(self, board, around, blocked, joint, seat):
+    def patches(self, board, around, blocked, joint):
         """What the network reads for each player [M, n, N, _]: its own action and, in the 3x3 cells
         around it, how many do what, prey, walls, and which of them are on the board"""
         acts = F.one_hot(joint, NUM_ACTIONS).to(blocked.dtype)  # [M, n, N, 7]
-        kind = joint
-        if self.by_name:
-            kind = joint + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
-        kind = torch.cat([kind, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
+        kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         near = self.near[board[..., : self.players, None], board[:, :, None]]  # [M, n, N, N + P]
-        seen = blocked.new_zeros(*joint.shape, 10 * (self.num_acts + 2))
+        seen = blocked.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen = seen.scatter_add(3, 10 * kind + near, seen.new_ones(near.shape))
         seen = seen.unflatten(3, (-1, 10))[..., :9]
         on_board = (around < self.gone).to(blocked.dtype)
-        inputs = [acts, seen.flatten(3), blocked * on_board, on_board]
-        if self.by_name:
-            strengths = self.strengths[seat.long()][:, :, None]
-            inputs.append(strengths.expand(-1, -1, self.players, -1).to(blocked.dtype))
-        return torch.cat(inputs, 3)
+        return torch.cat([acts, seen.flatten(3), blocked * on_board, on_board], 3)
 
     def on_prey(self, board):
         """bool [M, n, N, P]: this player stands on this prey"""
@@ -804,9 +787,9 @@ class WorldModel(nn.Module):
         hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         return torch.where(action >= HUNT_STAG, hunt, action)
 
-    def loss(self, board, walls, joint, seat, next_board, reward):
+    def loss(self, board, walls, joint, next_board, reward):
         """-> [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         cell = board[..., : self.players]
         next_cell = next_board[..., : self.players]
         goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(3)
@@ -821,9 +804,9 @@ class WorldModel(nn.Module):
         payoff_loss = -payoff.log_softmax(2).gather(2, paid)[..., 0]
         return (outcome_loss + taken_loss).sum(2) + payoff_loss
 
-    def predict(self, board, walls, joint, seat):
+    def predict(self, board, walls, joint):
         """-> the most likely next board [M, n, N + P], reward [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         target = self.target[board[..., : self.players].long()]  # from `gone` every way leads there
         players = target.gather(3, outcome.argmax(3, keepdim=True))[..., 0]
         lost = (self.on_prey(board) & (taken > 0)[..., None]).any(2)
@@ -1387,18 +1370,18 @@ class Plan(NamedTuple):
     stats: torch.Tensor  # [M, E, 3] gain: what Q promises beyond the policy's own; KL to it; mean length of a path
 
 
-def plan_actions(args: Args, env, networks, infer, position: Position, walls, belief, seat, record_time):
-    """Searches from Position [M, E, ...] with the belief of infer_opponents, for the learner's seat
-    [M, E]. infer: infer_opponents, or what stands for it. -> Plan, Tree"""
+def plan_actions(args: Args, env, networks, infer, position: Position, walls, belief, record_time):
+    """Searches from Position [M, E, ...] with the belief of infer_opponents. infer:
+    infer_opponents, or what stands for it. -> Plan, Tree"""
     config = env.config
     trees = args.num_trees
     k = config.num_players - 1
-    m, games = seat.shape
+    m, games = position.time.shape
     simulations = NUM_ACTIONS if args.planner == "one-step" else args.num_simulations
     params = belief.params.unflatten(1, (games, k))
-    inputs = (position, walls, belief.goals, params, seat)
+    inputs = (position, walls, belief.goals, params)
     inputs = tree_map(lambda x: x.repeat_interleave(trees, 1), inputs)
-    position, walls, goals, params, seat = inputs
+    position, walls, goals, params = inputs
     params = params.flatten(1, 2)
     if not args.infer_in_tree:
         noise = goal_noise(args, m, games * trees * k, device=env.device)
@@ -1431,9 +1414,9 @@ def plan_actions(args: Args, env, networks, infer, position: Position, walls, be
         here = tree_map(by_learner, position)
         learner_joint = by_learner(joint)
         if args.search_model == "env":
-            next_board, reward = env_transition(env, position, walls.flatten(0, 1), joint, seat.flatten())
+            next_board, reward = env_transition(env, position, walls.flatten(0, 1), joint)
         else:
-            next_board, reward = predict_step(networks.world, here.board, walls, learner_joint, seat)
+            next_board, reward = predict_step(networks.world, here.board, walls, learner_joint)
             next_board = next_board.flatten(0, 1)
             reward = reward.flatten()
         reward = shape_reward(args, config, reward, position.board, joint, next_board)
@@ -1478,14 +1461,12 @@ def predict_opponents(networks: Networks, views: tuple, clock, goal):
     return log_probs.exp().unflatten(1, (-1, k))
 
 
-def env_transition(env, position: Position, walls, joint, seat):
-    """The game's own rules on boards [T, N + P], seen from `seat` [T] -> the next boards, the
+def env_transition(env, position: Position, walls, joint):
+    """The game's own rules, the same for all seats, on boards [T, N + P] -> the next boards, the
     learner's reward"""
     config = env.config
     gone = config.num_cells
-    to_seats = env.unego[seat]
     players, prey = position.board.int().split([config.num_players, config.num_prey], 1)
-    players = players.gather(1, to_seats)
     state = game.State(
         position=players.clamp(max=gone - 1),
         present=players < gone,
@@ -1495,11 +1476,10 @@ def env_transition(env, position: Position, walls, joint, seat):
         time=position.time,
         first_hunt=position.first_hunt,
     )
-    state, reward, _, _ = env.transition(state, joint.gather(1, to_seats))
-    players = torch.where(state.present, state.position, gone).gather(1, env.ego[seat])
+    state, reward, _, _ = env.transition(state, joint)
+    players = torch.where(state.present, state.position, gone)
     prey = torch.where(state.prey_alive, state.prey_position, gone)
-    board = torch.cat([players, prey], 1).to(torch.uint8)
-    return board, reward.gather(1, seat[:, None])[:, 0]
+    return torch.cat([players, prey], 1).to(torch.uint8), reward[:, 0]
 
 
 # ---- Rollout
@@ -1611,7 +1591,6 @@ class Transitions(NamedTuple):
     walls: torch.Tensor  # uint8 [..., H*W] (one 0 where the game has none)
     time: torch.Tensor  # uint8
     first_hunt: torch.Tensor  # int16
-    seat: torch.Tensor  # uint8, the learner's: its strength, where these differ
     last_joint: torch.Tensor  # uint8 [..., N] what everybody did before this step
     joint: torch.Tensor  # uint8 [..., N] and in it
     reward: torch.Tensor  # the learner's, from the game
@@ -1692,7 +1671,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
     steps, outputs, values = [], [], []
     episodes, probabilities = [], []
     cells = env.cells(env.state)
-    learner_seat = seats.learner_seat.byte()
     for step in range(num_steps + 1):
         record_time = timer.record if timer and searches and step == 0 else lambda _: None
         state = env.state
@@ -1713,8 +1691,7 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
         search_outputs = {}
         if searches:
             position = Position(board, time_now, first_hunt, last_joint, history)
-            root = position, walls, belief, seats.learner_seat
-            plan, _ = plan_actions(args, env, networks, infer, *root, record_time)
+            plan, _ = plan_actions(args, env, networks, infer, position, walls, belief, record_time)
             log_probs = plan.log_probs
             search_outputs = {"played": plan.played, "visits": plan.visits, "q": plan.q, "search": plan.stats}
         probs = seats.action_probs(state, None if seats.watch else log_probs.exp())  # [B, N, 7]
@@ -1744,7 +1721,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 walls=walls,
                 time=time_now.byte(),
                 first_hunt=first_hunt.short(),
-                seat=learner_seat,
                 last_joint=last_joint.byte(),
                 joint=joint.byte(),
                 reward=seats.to_learners(reward),
@@ -2112,7 +2088,7 @@ def train_world_model(args: Args, networks, optimizer, replay, offline, updates:
     metrics = []
     for _ in range(updates):
         batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, window=0)
-        step = batch.board, batch.walls.float(), batch.joint, batch.seat
+        step = batch.board, batch.walls.float(), batch.joint
         row_losses = networks.world(*step, batch.next_board, batch.reward, method="loss")
         loss = masked_mean(row_losses, learner_mask(args.config, batch.board))
         optimizer_step(optimizer, loss, 1.0)
@@ -2135,10 +2111,10 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     return ended, first_hunt
 
 
-def predict_step(world: Stacked, board, walls, joint, seat):
-    """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
-    board, the reward, one of the game's payoffs"""
-    return world(board, walls.float(), joint, seat, method="predict")
+def predict_step(world: Stacked, board, walls, joint):
+    """board [M, n, N + P], walls [M, n, _], joint [M, n, N] -> the next board, the reward, one of the
+    game's payoffs"""
+    return world(board, walls.float(), joint, method="predict")
 
 
 def always(x) -> torch.Tensor:
@@ -2162,8 +2138,7 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     board = played.board[:, 0]
     predictions = []
     for k in range(played.done.shape[1]):
-        step = board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
-        board, reward = predict_step(networks.world, *step)
+        board, reward = predict_step(networks.world, board, played.walls[:, k], played.joint[:, k])
         predictions.append({"board": board, "reward": reward})
     predicted = stack_steps(predictions)
     payoff = payoff_errors(config, played.reward).argmin(3)
@@ -2203,7 +2178,6 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     now = {  # what changes, or is dropped where a rollout has ended
         "board": start.board,
         "walls": start.walls,
-        "seat": start.seat,
         "last_joint": start.last_joint.long(),
         "history": start.history.float(),
         "time": start.time.int(),
@@ -2225,8 +2199,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        step_inputs = board, now["walls"], joint, now["seat"]
-        next_board, reward = predict_step(networks.world, *step_inputs)
+        next_board, reward = predict_step(networks.world, board, now["walls"], joint)
         time_next = now["time"] + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
         sample = {

@@ -621,7 +621,6 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.by_name = config.strengths is not None
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
         column = column[:, None] + [-1, 0, 1] * 3
@@ -639,19 +638,11 @@ class WorldModel(nn.Module):
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
-        # from one), or, where players differ in strength, who does, and how strong each is; and the
-        # board.
-        self.num_acts = NUM_ACTIONS * (self.players if self.by_name else 1)
-        inputs = NUM_ACTIONS + 9 * (self.num_acts + 4)
-        stag, hare = self.num_acts, self.num_acts + 1
+        # from one); and the board.
+        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        stag, hare = NUM_ACTIONS, NUM_ACTIONS + 1
         prey = torch.tensor([stag] * config.num_stags + [hare] * config.num_hares)
         self.register_buffer("prey", prey, persistent=False)
-        if self.by_name:
-            inputs += self.players
-            seat = torch.arange(self.players)
-            ego = (seat[:, None] + seat) % self.players
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
-            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
         self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
         # One head per own action: a bystander is not mistaken for one of the party that it stands
@@ -662,18 +653,17 @@ class WorldModel(nn.Module):
         self.prey_head = Linear(args.wm_hidden, 1, 0.01)
         self.payoff_head = Linear(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
-    def forward(self, board, walls, joint, seat):
+    def forward(self, board, walls, joint):
         """board [M, n, N + P] and joint action [M, n, N] in the observer's ego order, walls [M, n,
-        H*W] (or [M, n, 1]), the observer's seat [M, n] -> logits of each player's outcome [M, n, N,
-        6], of the prey on its cell being taken [M, n, N], of the observer's payoff [M, n,
-        payoffs]"""
+        H*W] (or [M, n, 1]) -> logits of each player's outcome [M, n, N, 6], of the prey on its cell
+        being taken [M, n, N], of the observer's payoff [M, n, payoffs]"""
         board = board.long()
         joint = joint.long()
         cell = board[..., : self.players]
         around = self.around[cell]  # [M, n, N, 9]
         walls = F.pad(walls.expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        x = self.patches(board, around, blocked, joint, seat)
+        x = self.patches(board, around, blocked, joint)
         x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
         outcome = self.outcome_head(x).unflatten(1, (-1, self.players))
         outcome = select_head(outcome, joint, NUM_ACTIONS).float()
@@ -685,24 +675,17 @@ class WorldModel(nn.Module):
         payoff = select_head(payoff, self.payoff_case(cell, joint), self.num_payoff_heads).float()
         return outcome, taken, payoff
 
-    def patches(self, board, around, blocked, joint, seat):
+    def patches(self, board, around, blocked, joint):
         """What the network reads for each player [M, n, N, _]: its own action and, in the 3x3 cells
         around it, how many do what, prey, walls, and which of them are on the board"""
         acts = F.one_hot(joint, NUM_ACTIONS).to(blocked.dtype)  # [M, n, N, 7]
-        kind = joint
-        if self.by_name:
-            kind = joint + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
-        kind = torch.cat([kind, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
+        kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         near = self.near[board[..., : self.players, None], board[:, :, None]]  # [M, n, N, N + P]
-        seen = blocked.new_zeros(*joint.shape, 10 * (self.num_acts + 2))
+        seen = blocked.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen = seen.scatter_add(3, 10 * kind + near, seen.new_ones(near.shape))
         seen = seen.unflatten(3, (-1, 10))[..., :9]
         on_board = (around < self.gone).to(blocked.dtype)
-        inputs = [acts, seen.flatten(3), blocked * on_board, on_board]
-        if self.by_name:
-            strengths = self.strengths[seat.long()][:, :, None]
-            inputs.append(strengths.expand(-1, -1, self.players, -1).to(blocked.dtype))
-        return torch.cat(inputs, 3)
+        return torch.cat([acts, seen.flatten(3), blocked * on_board, on_board], 3)
 
     def on_prey(self, board):
         """bool [M, n, N, P]: this player stands on this prey"""
@@ -718,9 +701,9 @@ class WorldModel(nn.Module):
         hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         return torch.where(action >= HUNT_STAG, hunt, action)
 
-    def loss(self, board, walls, joint, seat, next_board, reward):
+    def loss(self, board, walls, joint, next_board, reward):
         """-> [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         cell = board[..., : self.players]
         next_cell = next_board[..., : self.players]
         goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(3)
@@ -735,9 +718,9 @@ class WorldModel(nn.Module):
         payoff_loss = -payoff.log_softmax(2).gather(2, paid)[..., 0]
         return (outcome_loss + taken_loss).sum(2) + payoff_loss
 
-    def predict(self, board, walls, joint, seat):
+    def predict(self, board, walls, joint):
         """-> the most likely next board [M, n, N + P], reward [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         target = self.target[board[..., : self.players].long()]  # from `gone` every way leads there
         players = target.gather(3, outcome.argmax(3, keepdim=True))[..., 0]
         lost = (self.on_prey(board) & (taken > 0)[..., None]).any(2)
@@ -1052,7 +1035,6 @@ class Transitions(NamedTuple):
     walls: torch.Tensor  # uint8 [..., H*W] (one 0 where the game has none)
     time: torch.Tensor  # uint8
     first_hunt: torch.Tensor  # int16
-    seat: torch.Tensor  # uint8, the learner's: its strength, where these differ
     last_joint: torch.Tensor  # uint8 [..., N] what everybody did before this step
     joint: torch.Tensor  # uint8 [..., N] and in it
     reward: torch.Tensor  # the learner's, from the game
@@ -1131,7 +1113,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
     steps, outputs, values = [], [], []
     episodes, probabilities = [], []
     cells = env.cells(env.state)
-    learner_seat = seats.learner_seat.byte()
     for step in range(num_steps + 1):
         state = env.state
         board = seats.to_learners(cells)
@@ -1171,7 +1152,6 @@ def rollout(args: Args, games: Games, networks: Networks, num_steps: int, infer=
                 walls=walls,
                 time=time_now.byte(),
                 first_hunt=first_hunt.short(),
-                seat=learner_seat,
                 last_joint=last_joint.byte(),
                 joint=joint.byte(),
                 reward=seats.to_learners(reward),
@@ -1519,7 +1499,7 @@ def train_world_model(args: Args, networks, optimizer, replay, offline, updates:
     metrics = []
     for _ in range(updates):
         batch = sample_replays(replay, offline, args.offline_ratio, args.wm_batch_size, window=0)
-        step = batch.board, batch.walls.float(), batch.joint, batch.seat
+        step = batch.board, batch.walls.float(), batch.joint
         row_losses = networks.world(*step, batch.next_board, batch.reward, method="loss")
         loss = masked_mean(row_losses, learner_mask(args.config, batch.board))
         optimizer_step(optimizer, loss, 1.0)
@@ -1542,10 +1522,10 @@ def imagined_end(config: StagHuntConfig, board, next_board, time_next, first_hun
     return ended, first_hunt
 
 
-def predict_step(world: Stacked, board, walls, joint, seat):
-    """board [M, n, N + P], walls [M, n, _], joint [M, n, N], the learner's seat [M, n] -> the next
-    board, the reward, one of the game's payoffs"""
-    return world(board, walls.float(), joint, seat, method="predict")
+def predict_step(world: Stacked, board, walls, joint):
+    """board [M, n, N + P], walls [M, n, _], joint [M, n, N] -> the next board, the reward, one of the
+    game's payoffs"""
+    return world(board, walls.float(), joint, method="predict")
 
 
 def always(x) -> torch.Tensor:
@@ -1569,8 +1549,7 @@ def measure_horizon(args: Args, networks: Networks, transitions: Transitions):
     board = played.board[:, 0]
     predictions = []
     for k in range(played.done.shape[1]):
-        step = board, played.walls[:, k], played.joint[:, k], played.seat[:, k]
-        board, reward = predict_step(networks.world, *step)
+        board, reward = predict_step(networks.world, board, played.walls[:, k], played.joint[:, k])
         predictions.append({"board": board, "reward": reward})
     predicted = stack_steps(predictions)
     payoff = payoff_errors(config, played.reward).argmin(3)
@@ -1610,7 +1589,6 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
     now = {  # what changes, or is dropped where a rollout has ended
         "board": start.board,
         "walls": start.walls,
-        "seat": start.seat,
         "last_joint": start.last_joint.long(),
         "history": start.history.float(),
         "time": start.time.int(),
@@ -1632,8 +1610,7 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         opponent_probs = predict_actions(args, networks, belief, clock, noise).exp()
         action = game.sample(output["log_probs"].exp())
         joint = torch.cat([action[..., None], game.sample(opponent_probs)], 2)
-        step_inputs = board, now["walls"], joint, now["seat"]
-        next_board, reward = predict_step(networks.world, *step_inputs)
+        next_board, reward = predict_step(networks.world, board, now["walls"], joint)
         time_next = now["time"] + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
         sample = {

@@ -3,8 +3,8 @@
     python pretrain_world_model.py                       # structured head, 4x4, 50 000 transitions
     python pretrain_world_model.py --wm-head pixel       # the per-pixel MSE head, for comparison
     python pretrain_world_model.py --num-seeds 5 --height 8 --width 8
-    python pretrain_world_model.py --evaluate runs/RUN/checkpoint.pt --evaluate-board 6x9
     python pretrain_world_model.py --resume runs/RUN/checkpoint.pt
+    python evaluation/world_model.py runs/RUN --height 6 --width 9    # measure it again, on another board
     python hopplus_ppo.py --world-model-checkpoint runs/RUN/checkpoint.pt
 
 A transition is one player's view of one step: (its board, the joint action in its ego order) ->
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 FORMAT = "pretrain_world_model.py 10"  # of a checkpoint
-RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward", "strengths")
+RULES_MUST_MATCH = ("num_players", "stag_reward", "hare_reward")
 MAY_CHANGE = ("num_updates", "log_every")  # when a run is resumed
 STEPS_AHEAD = (1, 3, 5, 10, 20)
 EVENTS = ("none", "hare", "stag")
@@ -63,10 +63,6 @@ class RunArgs:
     """continue the run of this checkpoint or run folder, bit for bit, with its flags; more
     --num-updates extend it, --log-every may change too"""
     log_every: Count = 200  # updates between two measurements, which are also checkpoints
-    evaluate: str | None = None
-    """only measure this checkpoint: tables and pictures beside it; the other flags come from it"""
-    evaluate_board: str | None = None
-    """--evaluate: on a board of this size, for example 6x9 (structured head only)"""
 
 
 @dataclasses.dataclass
@@ -124,17 +120,9 @@ def parse_args(words: list[str]) -> Args:
     return game.parse(Args, GROUPS, make_args(**early), words)
 
 
-def parse_board(board: str) -> tuple[int, int]:
-    height, cross, width = board.partition("x")
-    right = cross and height.isdecimal() and width.isdecimal()
-    refuse(not right, f"--evaluate-board is written HEIGHTxWIDTH, for example 4x4, not {board!r}")
-    return int(height), int(width)
-
-
 def validate(args: Args) -> StagHuntConfig:
-    """Refuses wrong flags before anything is written. -> the game that is measured"""
+    """Refuses wrong flags before anything is written."""
     config = args.config
-    board = args.evaluate_board
     pixel = args.wm_head == "pixel"
     game.check_ranges(args)
     game.resolve_device(args.device)
@@ -146,15 +134,6 @@ def validate(args: Args) -> StagHuntConfig:
         refuse(not pixel, "--wm-channel-weights belongs to --wm-head pixel")
         refuse(len(weights) != planes, f"--wm-channel-weights needs {planes} numbers, one per plane")
         refuse(negative, "--wm-channel-weights must be numbers >= 0")
-    refuse(board and not args.evaluate, "--evaluate-board belongs to --evaluate")
-    refuse(board and pixel, f"--evaluate-board: the pixel head knows one size, {config.height}x{config.width}")
-    refuse(args.evaluate and args.resume, "--evaluate and --resume exclude each other")
-    if board:
-        height, width = parse_board(board)
-        try:
-            config = dataclasses.replace(config, height=height, width=width)
-        except game.UserError as error:
-            raise game.UserError(f"--evaluate-board {board}: {error}") from error
     refuse(config.num_cells > 255, f"--height, --width: a board has up to 255 cells, not {config.num_cells}")
     return config
 
@@ -261,7 +240,6 @@ class WorldModel(nn.Module):
         super().__init__()
         self.gone = config.num_cells  # the number of the cell that is not on the board
         self.players = config.num_players
-        self.by_name = config.strengths is not None
         row, column = np.divmod(np.arange(self.gone), config.width)
         row = row[:, None] + [-1, -1, -1, 0, 0, 0, 1, 1, 1]
         column = column[:, None] + [-1, 0, 1] * 3
@@ -279,19 +257,11 @@ class WorldModel(nn.Module):
         self.register_buffer("target", target, persistent=False)
         self.register_buffer("payoffs", torch.tensor(list(config.payoffs())), persistent=False)
         # Inputs: the player's own action; around it, how many do what (a sum: two hunters differ
-        # from one), or, where players differ in strength, who does, and how strong each is; and the
-        # board.
-        self.num_acts = NUM_ACTIONS * (self.players if self.by_name else 1)
-        inputs = NUM_ACTIONS + 9 * (self.num_acts + 4)
-        stag, hare = self.num_acts, self.num_acts + 1
+        # from one); and the board.
+        inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
+        stag, hare = NUM_ACTIONS, NUM_ACTIONS + 1
         prey = torch.tensor([stag] * config.num_stags + [hare] * config.num_hares)
         self.register_buffer("prey", prey, persistent=False)
-        if self.by_name:
-            inputs += self.players
-            seat = torch.arange(self.players)
-            ego = (seat[:, None] + seat) % self.players
-            strengths = torch.tensor(config.strengths, dtype=torch.float32)[ego]  # [seat, N]
-            self.register_buffer("strengths", strengths / strengths.mean(), persistent=False)
         self.padding = -inputs % 8  # as in BoardEncoder
         self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
         # One head per own action: a bystander is not mistaken for one of the party that it stands
@@ -302,18 +272,17 @@ class WorldModel(nn.Module):
         self.prey_head = Linear(args.wm_hidden, 1, 0.01)
         self.payoff_head = Linear(args.wm_hidden, self.num_payoff_heads * len(self.payoffs), 0.01)
 
-    def forward(self, board, walls, joint, seat):
+    def forward(self, board, walls, joint):
         """board [M, n, N + P] and joint action [M, n, N] in the observer's ego order, walls [M, n,
-        H*W] (or [M, n, 1]), the observer's seat [M, n] -> logits of each player's outcome [M, n, N,
-        6], of the prey on its cell being taken [M, n, N], of the observer's payoff [M, n,
-        payoffs]"""
+        H*W] (or [M, n, 1]) -> logits of each player's outcome [M, n, N, 6], of the prey on its cell
+        being taken [M, n, N], of the observer's payoff [M, n, payoffs]"""
         board = board.long()
         joint = joint.long()
         cell = board[..., : self.players]
         around = self.around[cell]  # [M, n, N, 9]
         walls = F.pad(walls.expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        x = self.patches(board, around, blocked, joint, seat)
+        x = self.patches(board, around, blocked, joint)
         x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
         outcome = self.outcome_head(x).unflatten(1, (-1, self.players))
         outcome = select_head(outcome, joint, NUM_ACTIONS).float()
@@ -325,24 +294,17 @@ class WorldModel(nn.Module):
         payoff = select_head(payoff, self.payoff_case(cell, joint), self.num_payoff_heads).float()
         return outcome, taken, payoff
 
-    def patches(self, board, around, blocked, joint, seat):
+    def patches(self, board, around, blocked, joint):
         """What the network reads for each player [M, n, N, _]: its own action and, in the 3x3 cells
         around it, how many do what, prey, walls, and which of them are on the board"""
         acts = F.one_hot(joint, NUM_ACTIONS).to(blocked.dtype)  # [M, n, N, 7]
-        kind = joint
-        if self.by_name:
-            kind = joint + NUM_ACTIONS * torch.arange(self.players, device=joint.device)
-        kind = torch.cat([kind, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
+        kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         near = self.near[board[..., : self.players, None], board[:, :, None]]  # [M, n, N, N + P]
-        seen = blocked.new_zeros(*joint.shape, 10 * (self.num_acts + 2))
+        seen = blocked.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen = seen.scatter_add(3, 10 * kind + near, seen.new_ones(near.shape))
         seen = seen.unflatten(3, (-1, 10))[..., :9]
         on_board = (around < self.gone).to(blocked.dtype)
-        inputs = [acts, seen.flatten(3), blocked * on_board, on_board]
-        if self.by_name:
-            strengths = self.strengths[seat.long()][:, :, None]
-            inputs.append(strengths.expand(-1, -1, self.players, -1).to(blocked.dtype))
-        return torch.cat(inputs, 3)
+        return torch.cat([acts, seen.flatten(3), blocked * on_board, on_board], 3)
 
     def on_prey(self, board):
         """bool [M, n, N, P]: this player stands on this prey"""
@@ -358,9 +320,9 @@ class WorldModel(nn.Module):
         hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         return torch.where(action >= HUNT_STAG, hunt, action)
 
-    def loss(self, board, walls, joint, seat, next_board, reward):
+    def loss(self, board, walls, joint, next_board, reward):
         """-> [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         cell = board[..., : self.players]
         next_cell = next_board[..., : self.players]
         goes = (self.target[cell.long()] == next_cell[..., None]).byte().argmax(3)
@@ -375,9 +337,9 @@ class WorldModel(nn.Module):
         payoff_loss = -payoff.log_softmax(2).gather(2, paid)[..., 0]
         return (outcome_loss + taken_loss).sum(2) + payoff_loss
 
-    def predict(self, board, walls, joint, seat):
+    def predict(self, board, walls, joint):
         """-> the most likely next board [M, n, N + P], reward [M, n]"""
-        outcome, taken, payoff = self(board, walls, joint, seat)
+        outcome, taken, payoff = self(board, walls, joint)
         target = self.target[board[..., : self.players].long()]  # from `gone` every way leads there
         players = target.gather(3, outcome.argmax(3, keepdim=True))[..., 0]
         lost = (self.on_prey(board) & (taken > 0)[..., None]).any(2)
@@ -409,7 +371,7 @@ class PixelWorldModel(nn.Module):
         """planes [M, n, C, H, W] and joint action [M, n, N] in the observer's ego order, its seat
         [M, n] -> the next planes [M, n, C, H, W], its reward [M, n]"""
         acts = F.one_hot(joint.long(), NUM_ACTIONS).flatten(2)
-        seat = F.one_hot(seat.long(), self.config.num_players)  # whose strength is whose
+        seat = F.one_hot(seat, self.config.num_players)
         x = self.layers(torch.cat([planes.flatten(2), acts, seat], 2).float())
         return x[..., :-1].view(planes.shape), x[..., -1]
 
@@ -419,21 +381,6 @@ class PixelWorldModel(nn.Module):
         next_planes = game.planes(self.config, next_board, walls)
         squared = (planes - next_planes).square() * self.channel_weights
         return squared.mean((3, 4)).sum(2) + (paid - reward).square()
-
-    def predict(self, board, walls, joint, seat):
-        """What a learner takes it for: the next board [M, n, N + P], of a player that seems to be
-        in several cells the first, reward [M, n]"""
-        planes, paid = self(game.planes(self.config, board, walls), joint, seat)
-        seen = (planes > 0.5).flatten(3).byte()
-        seen = F.pad(seen, (0, 1))  # nothing is in the cell that is not on the board
-        players, _, stags, hares = seen.split([self.config.num_players, 1, 1, 1], 2)
-        gone = self.config.num_cells
-        next_players = torch.where(players.amax(3) > 0, players.argmax(3), gone)
-        prey = board[..., self.config.num_players :].long()
-        stag_cells, hare_cells = prey.split([self.config.num_stags, self.config.num_hares], 2)
-        left = [stags[:, :, 0].gather(2, stag_cells), hares[:, :, 0].gather(2, hare_cells)]
-        next_prey = torch.where(torch.cat(left, 2) > 0, prey, gone)
-        return torch.cat([next_players, next_prey], 2).to(board.dtype), paid
 
 
 def make_world_model(args: Args, config: StagHuntConfig, seeds: list[int], device) -> Stacked:
@@ -502,7 +449,7 @@ class Dataset(NamedTuple):
     board: torch.Tensor  # uint8 [..., N + P]
     walls: torch.Tensor  # uint8 [..., H*W]
     joint: torch.Tensor  # uint8 [..., N]
-    seat: torch.Tensor  # int64, the observer's
+    seat: torch.Tensor  # int64, the observer's: the pixel head reads it
     next_board: torch.Tensor  # uint8 [..., N + P]
     reward: torch.Tensor
     last_step: torch.Tensor  # bool: the clock runs out with the step
@@ -549,9 +496,9 @@ class Prediction(NamedTuple):
     planes: torch.Tensor  # float [S, n, C, H, W] the probabilities or values behind them
 
 
-def expected_planes(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
+def expected_planes(config: StagHuntConfig, world: Stacked, board, walls, joint):
     """Of the structured head: how likely each cell of each plane is set, float [S, n, C, H, W]"""
-    outcome, taken, _ = world(board, walls.float(), joint, seat)
+    outcome, taken, _ = world(board, walls.float(), joint)
     cell = board[..., : config.num_players].long()
     target = world.network.target[cell]  # [S, n, N, 6] where each outcome leads
     nowhere = outcome.new_zeros(*cell.shape, config.num_cells + 1)
@@ -569,8 +516,8 @@ def predict_planes(config: StagHuntConfig, world: Stacked, board, walls, joint, 
     if isinstance(world.network, PixelWorldModel):
         planes, reward = world(game.planes(config, board, walls), joint, seat)
         return Prediction((planes > 0.5).byte(), reward, planes)
-    next_board, reward = world(board, walls.float(), joint, seat, method="predict")
-    planes = expected_planes(config, world, board, walls, joint, seat)
+    next_board, reward = world(board, walls.float(), joint, method="predict")
+    planes = expected_planes(config, world, board, walls, joint)
     return Prediction(game.planes(config, next_board, walls), reward, planes)
 
 
@@ -594,7 +541,7 @@ def roll_out(config: StagHuntConfig, world: Stacked, board, walls, joint, seat):
             planes = (next_planes > 0.5).byte()
         return planes
     for step_joint in joint.unbind(1):
-        board, _ = world(board, walls.float(), step_joint, seat, method="predict")
+        board, _ = world(board, walls.float(), step_joint, method="predict")
     return game.planes(config, board, walls)
 
 
@@ -862,7 +809,9 @@ def train(args: Args, world: Stacked, optimizer, data: Dataset, first: int, last
         optimizer.param_groups[0]["lr"] = args.learning_rate * 0.5 * (1 + math.cos(angle))
         index = torch.randint(size, (num_seeds, args.batch_size), device=device)
         batch = tree_map(lambda x, index=index: x[seed, index], data)
-        step = batch.board, batch.walls.float(), batch.joint, batch.seat
+        step = [batch.board, batch.walls.float(), batch.joint]
+        if args.wm_head == "pixel":
+            step.append(batch.seat)
         loss = world(*step, batch.next_board, batch.reward, method="loss").mean(1)
         optimizer_step(optimizer, loss, 1.0)
         total += loss.detach()
@@ -918,40 +867,10 @@ def save_run(run: game.Run, args: Args, world: Stacked, optimizer, update: int, 
     run.save(content)
 
 
-def evaluate(args: Args) -> dict[str, float]:
-    """Measures the checkpoint --evaluate, on its board or on another"""
-    checkpoint = game.load_checkpoint(args.evaluate, FORMAT)
-    args = load_args(
-        args.evaluate,
-        checkpoint["args"],
-        device=args.device,
-        evaluate=args.evaluate,
-        evaluate_board=args.evaluate_board,
-        resume=None,
-    )
-    config = validate(args)
-    device = game.resolve_device(args.device)
-    seeds = run_seeds(args)
-    games = [collect_games(args, config, seed, device)[1] for seed in seeds]
-    world = make_world_model(args, config, seeds, device)
-    world.load_state_dict(checkpoint["networks"]["world"])
-    results = game.find_checkpoint(args.evaluate).parent / f"evaluation_{config.setting}"
-    folders = [results / f"seed_{seed}" for seed in seeds]
-    try:
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise game.UserError(f"--evaluate: could not write to {results}: {error.strerror}") from error
-    rows = report(args, config, world, games, make_dataset(games), folders, writers=[], step=0)
-    return mean_over_seeds(rows)
-
-
 def main(args: Args) -> dict[str, float]:
     """Returns the final metrics, averaged over seeds."""
     started = time.monotonic()
     config = validate(args)
-    if args.evaluate is not None:
-        return evaluate(args)
     device = game.resolve_device(args.device)
     checkpoint = None
     update = 0

@@ -10,11 +10,11 @@ do not block each other, and all act at the same moment. An illegal action acts 
 * 5, hunt stag, on the cell of a living stag: 2 or more get `stag_reward` and leave with the stag.
 * 6, hunt hare, on the cell of a living hare: 1 or more get `hare_reward` and leave with the hare.
 
-A party shares its reward in proportion to `strengths`. The game ends when everyone has left, at
-`final_time`, or `steps_after_first_hunt` steps after the first catch. Players see the clock, so
-each of these is a true end: never bootstrap from the state after it. At reset up to
-`max_wall_pieces` walls of 3 or 4 cells are laid, straight or L-shaped; one that would overlap, cut
-the free cells in two or leave too little room is left out.
+A party shares its reward equally. The game ends when everyone has left, at `final_time`, or
+`steps_after_first_hunt` steps after the first catch. Players see the clock, so each of these is a
+true end: never bootstrap from the state after it. At reset up to `max_wall_pieces` walls of 3 or 4
+cells are laid, straight or L-shaped; one that would overlap, cut the free cells in two or leave too
+little room is left out.
 
 A player sees the clock `time / final_time` and uint8 planes `[num_players + 3, height, width]` of
 zeros and ones, in its **ego order**: plane k < num_players shows player i seat (i + k) mod
@@ -124,7 +124,6 @@ class StagHuntConfig:
     final_time: Count = 35  # steps until the game ends
     stag_reward: Reward = 10.0  # paid for a stag, shared by the party
     hare_reward: Reward = 1.0  # paid for a hare, shared by the party
-    strengths: tuple[float, ...] | None = None  # each seat's weight when a party shares its prey (None: equal)
     max_wall_pieces: Whole = 0  # wall pieces tried at each reset
     steps_after_first_hunt: Whole | None = None  # end the game this many steps after the first catch (None: do not)
     permute_ids: bool = False  # deal the starting cells to the seats again, in random order, at every reset
@@ -134,12 +133,9 @@ class StagHuntConfig:
         cells = self.num_cells
         players = self.num_players
         walls = self.max_wall_pieces
-        strengths = self.seat_strengths
         needed = self.num_prey + players
         board = f"--height {self.height} --width {self.width}"
-        fits = len(strengths) == players and all(1e-6 <= x <= 1e6 for x in strengths)
         refuse(needed > cells, f"{board}: too little room: {needed} prey and players, {cells} cells")
-        refuse(not fits, f"--strengths must be {players} numbers from 1e-6 to 1e6, one per seat: {strengths}")
         refuse(walls > cells, f"--max-wall-pieces {walls} is more than the board has cells, {cells}")
 
     @property
@@ -160,10 +156,6 @@ class StagHuntConfig:
         return self.num_players + 3, self.height, self.width
 
     @property
-    def seat_strengths(self) -> tuple[float, ...]:
-        return (1.0,) * self.num_players if self.strengths is None else self.strengths
-
-    @property
     def setting(self) -> str:
         """4x4_4h1s is 4 hunters and 1 stag; hares are named where there are not 4"""
         hares = "" if self.num_hares == 4 else f"_{self.num_hares}hares"
@@ -175,13 +167,10 @@ class StagHuntConfig:
         hares = []
         stags = []
         for size in range(1, self.num_players + 1):
-            for party in itertools.combinations(self.seat_strengths, size):
-                for strength in party:
-                    share = strength / sum(party)
-                    if self.num_hares:
-                        hares.append((share * self.hare_reward, "hare"))
-                    if self.num_stags and size > 1:
-                        stags.append((share * self.stag_reward, "stag"))
+            if self.num_hares:
+                hares.append((self.hare_reward / size, "hare"))
+            if self.num_stags and size > 1:
+                stags.append((self.stag_reward / size, "stag"))
         payoffs = [(0.0, "none"), *hares, *stags]
         payoffs.reverse()  # of equal rewards the first counts
         return {float(np.float32(reward)): paid for reward, paid in payoffs}
@@ -251,7 +240,6 @@ class StagHuntEnv:
         prey = range(config.num_players, config.num_players + config.num_prey)
         self.view_order = tensor([[*row, *prey] for row in self.ego.tolist()])  # cells in each one's ego order
         self.unego = tensor((seat - seat[:, None]) % config.num_players)  # [observer, seat] -> k
-        self.strengths = tensor(config.seat_strengths, dtype=torch.float32)[:, None]  # [N, 1]
 
         # Planes are moved in words of 8 cells if possible. The last row: not on the board.
         self.word = torch.int64 if config.num_cells % 8 == 0 else torch.uint8
@@ -371,9 +359,11 @@ class StagHuntEnv:
         position = torch.where(free, target, state.position)
 
         hunting = self._on_prey(state) & (actions[..., None] == self.hunt_action)  # [B, N, P]
-        caught = hunting.sum(1) >= self.party_needed  # [B, P]
+        party = hunting.sum(1)  # [B, P]
+        caught = party >= self.party_needed
         success = hunting & caught[:, None]  # [B, N, P]
-        reward = self._reward(hunting, success)
+        share = self.prey_value / party.clamp(min=1)
+        reward = torch.where(success, share[:, None], 0.0).sum(2)
 
         clock = state.time + (~ended).to(torch.int32)
         is_first = caught.any(1) & (state.first_hunt < 0)
@@ -387,12 +377,6 @@ class StagHuntEnv:
             first_hunt=torch.where(is_first, clock, state.first_hunt),
         )
         return next_state, reward, active, self.game_over(next_state)
-
-    def _reward(self, hunting, success):  # [B, N]
-        party = (hunting * self.strengths).sum(1, keepdim=True)  # [B, 1, P]
-        party = torch.where(party > 0, party, 1.0)
-        share = success * (self.strengths * self.prey_value) / party
-        return share.sum(2)
 
     def game_over(self, state: State) -> Tensor:
         """bool [B]"""
@@ -1230,10 +1214,8 @@ class StagHuntParallelEnv(ParallelEnv):
         """The party shares the prey's reward and leaves with it"""
         config = self.config
         value = config.stag_reward if prey < config.num_stags else config.hare_reward
-        strengths = config.seat_strengths
-        total = sum(strengths[i] for i in party)
         for i in party:
-            rewards[i] += value * strengths[i] / total
+            rewards[i] += value / len(party)
             self.game.present[i] = False
         self.game.prey_alive[prey] = False
         if self.game.first_hunt < 0:

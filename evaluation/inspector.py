@@ -286,7 +286,7 @@ def roll_forward(run: Run, state: Seated, start, samples: int):
         if networks.world is None:
             next_board = game_rules(env, board, start.walls, joint)
         else:
-            next_board, _ = script.predict_step(networks.world, board, start.walls, joint, start.seat)
+            next_board, _ = script.predict_step(networks.world, board, start.walls, joint)
         yield ImaginedStep(board, joint, next_board, game_over(config, time, first_hunt))
         time = time + 1
         caught = (next_board != board)[..., config.num_players :].any(2)

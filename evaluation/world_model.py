@@ -4,17 +4,28 @@ It goes on for up to 20 steps on its own boards, with the actions that were play
 them. It is asked in fresh games in these seats, and in games of rule-based players: learners that hunt well leave the
 board before 20 steps are over. What counts is a stretch of one game in which the learner is on the board until the
 last step. Beside the checkpoint: `_world_model.csv`, a row for each seed, kind of game and number of steps.
+
+By itself it measures a saved world model like `pretrain_world_model.py`, on games of rule-based players that it never
+saw, on its own board or on another. Beside the checkpoint: `world_model_<setting>.csv`.
+
+    python evaluation/world_model.py runs/RUN                          # of pretrain_world_model.py, or of a run
+    python evaluation/world_model.py runs/RUN --height 6 --width 9     # on another board
 """
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pretrain_world_model as pretraining
+import stag_hunt_env as game
+from evaluation import runs
 from evaluation.runs import Run, Seated, play, write_csv
 
 import torch
+import tyro
 
 NEEDS = ("predict_step", "learner_mask", "Games", "seed_everything")
 STEPS_AHEAD = 20
@@ -52,7 +63,6 @@ def match_boards(run: Run, state: Seated) -> Match:
             board,
             steps(transitions.walls, k),
             steps(transitions.joint, k),
-            steps(transitions.seat, k),
         )
         exact = exact & (board == steps(transitions.next_board, k)).all(2)
         same_game = steps(before, k) == steps(before, 0)
@@ -100,3 +110,83 @@ def report(run: Run, state: Seated, table: list[str], seed: int, start: str) -> 
                 rows.append([name, run.args.seed + index, k + 1, exact_share, count])
     (path,) = output_paths(start)
     write_csv(path, rows)
+
+
+# ---- A saved world model by itself
+
+
+@dataclasses.dataclass
+class Args:
+    path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PATH")]]
+    """a checkpoint of pretrain_world_model.py or of a training script, or a run folder"""
+    height: int | None = None
+    """rows of the board (None: as in training)"""
+    width: int | None = None
+    """columns of the board (None: as in training)"""
+    games: int = 1000
+    """held-out games for each seed of the run"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to measure; auto: on the GPU if there is one"""
+
+
+def parse_args(words: list[str]) -> Args:
+    return tyro.cli(Args, args=words, description=__doc__)
+
+
+def main(args: Args) -> dict[str, float]:
+    """-> metrics, averaged over the models"""
+    device = game.resolve_device(args.device)
+    path = game.find_checkpoint(args.path)
+    checkpoint = game.load_checkpoint(path, runs.open_checkpoint(path)["format"])
+    trained = checkpoint["states"][0] if "states" in checkpoint else checkpoint
+    networks = trained.get("networks", {})
+    game.refuse("world" not in networks, f"{path} holds no world model")
+    weights = networks["world"]
+    saved = checkpoint["args"]
+    config = game.StagHuntConfig(**saved["config"])
+    head = saved.get("wm_head", "structured")
+    size = {"height": args.height, "width": args.width}
+    size = {name: value for name, value in size.items() if value is not None}
+    unknown = head == "pixel" and size != {}
+    game.refuse(unknown, f"{path}: the pixel head knows one board, {config.height}x{config.width}")
+    config = dataclasses.replace(config, **size)
+    flags = pretraining.make_args(
+        seed=saved["seed"],
+        num_seeds=saved["num_seeds"],
+        population=saved["population"],
+        num_transitions=saved.get("num_transitions", 1),
+        held_out_games=args.games,
+        wm_head=head,
+        wm_hidden=saved["wm_hidden"],
+        config=config,
+    )
+    pretraining.validate(flags)
+    table = path.parent / f"world_model_{config.setting}.csv"
+    runs.check_writable(table)
+
+    num_models = len(next(iter(weights.values())))
+    games = []
+    for seed in pretraining.run_seeds(flags):
+        _, held_out = pretraining.collect_games(flags, config, seed, device)
+        games += [held_out] * (num_models // flags.num_seeds)
+    world = pretraining.make_world_model(flags, config, list(range(num_models)), device)
+    world.load_state_dict(weights)
+    data = pretraining.make_dataset(games)
+    predicted = pretraining.predict_all(config, world, data)
+    metrics, details = pretraining.one_step_metrics(config, data, predicted)
+    metrics |= details | pretraining.steps_ahead(config, world, games)
+    print(f"{config.setting}, {path}, {num_models} model(s), {args.games} held-out games a seed")
+    rows = [["metric", "mean", "half_width_95", *(f"model_{number}" for number in range(num_models))]]
+    means = {}
+    for name, x in metrics.items():
+        mean, half = runs.interval(x.cpu())
+        rows.append([name, mean, half, *x.tolist()])
+        print(f"{name:<28}{mean:>14.6g} ± {half:.2g}".replace(" ± nan", ""))
+        means[name] = mean
+    write_csv(table, rows)
+    print(f"wrote {table}")
+    return means
+
+
+if __name__ == "__main__":
+    game.command_line(parse_args, main)

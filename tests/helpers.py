@@ -122,9 +122,7 @@ PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that 
     "walls": StagHuntConfig(
         height=5, width=6, num_players=3, num_stags=2, num_hares=3, max_wall_pieces=3, final_time=14
     ),
-    "six strengths": StagHuntConfig(
-        5, 4, num_players=6, num_stags=2, num_hares=3, final_time=12, strengths=(1, 2, 3, 4, 5, 6)
-    ),
+    "six players": StagHuntConfig(5, 4, num_players=6, num_stags=2, num_hares=3, final_time=12),
     "two rows": StagHuntConfig(height=2, width=7, num_players=3, num_hares=2, final_time=9),
 }
 

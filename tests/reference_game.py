@@ -79,15 +79,13 @@ def step(config, game, actions):
 
     game.time += 1
     rewards = [np.float32(0)] * len(seats)
-    strengths = config.strengths or (1.0,) * len(seats)
     for prey, party in hunting.items():
         is_stag = prey < config.num_stags
         if is_stag and len(party) < 2:
             continue
         value = config.stag_reward if is_stag else config.hare_reward
-        together = sum(strengths[seat] for seat in party)
         for seat in party:
-            rewards[seat] = np.float32(strengths[seat] * value) / np.float32(together)
+            rewards[seat] = np.float32(value) / np.float32(len(party))
             game.present[seat] = False
         game.alive[prey] = False
         if game.first_hunt < 0:

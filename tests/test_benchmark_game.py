@@ -20,9 +20,16 @@ import game  # noqa: E402
 def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
     fair = game.main(game.Args(audit=True, audit_games=200, device="cpu"))["audit"]
     assert not fair["favoured"] and [row["players"] for row in fair["table"]] == [*game.AUDITED] * 2
-    unfair = "--audit --audit-games 500 --final-time 15 --strengths 1 1 1 9 --device cpu"
+    transition = StagHuntEnv.transition
+
+    def unfair(env, state, actions):
+        state, reward, *rest = transition(env, state, actions)
+        return state, reward * torch.tensor([1, 1, 1, 1.5]), *rest
+
+    monkeypatch.setattr(StagHuntEnv, "transition", unfair)
     script = str(BENCHMARKS / "game.py")
-    monkeypatch.setattr(sys, "argv", [script, *unfair.split()])
+    flags = "--audit --audit-games 500 --final-time 15 --device cpu"
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(script, run_name="__main__")
     assert stopped.value.code == 1 and "A SEAT IS FAVOURED" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def nothing_stays_fused():
 
 CONFIGS = [
     StagHuntConfig(final_time=6),
-    StagHuntConfig(height=3, width=5, num_players=3, final_time=5, strengths=(1, 2, 3), permute_ids=True),
+    StagHuntConfig(height=3, width=5, num_players=3, final_time=5, permute_ids=True),
     StagHuntConfig(height=6, width=4, num_stags=2, max_wall_pieces=2, final_time=9, steps_after_first_hunt=2),
 ]
 GAMES, STEPS = 256, 25

@@ -164,7 +164,7 @@ SIGNATURES = {  # how evaluation/ calls them
     "update_history": "args env networks belief joint history done",
     "predict_actions": "args networks belief clock noise",
     "evaluate_policy": "args policy views clock last_joint goals",
-    "predict_step": "world board walls joint seat",
+    "predict_step": "world board walls joint",
     "goal_noise": "args shape",
     "goal_mean": "kind params",
     "exited": "config board next_board",
@@ -1099,8 +1099,7 @@ def test_the_horizon_is_measured_on_all_games_together(run):
         for k in range(6):
             if transitions.board[m, k, 0, 0] == 12:
                 break
-            walls, joint, seat = (x[:, k] for x in (transitions.walls, transitions.joint, transitions.seat))
-            board, reward = predict(board, walls.float(), joint, seat)
+            board, reward = predict(board, transitions.walls[:, k].float(), transitions.joint[:, k])
             nearest = [
                 min(payoffs, key=lambda p, x=float(x): abs(p - x)) for x in (reward[m, 0], transitions.reward[m, k, 0])
             ]

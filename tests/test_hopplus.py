@@ -78,7 +78,7 @@ def network_cases():
     board, walls, legal = (x[:, :, 0] for x in views(state, steps))
     inputs = hop.policy_inputs(args, board, walls, clock[:, :4], steps.last_joint, belief.goals)
     features, goals = (x.detach() for x in state.networks.policy(inputs, method="features"))
-    step = steps.board, steps.walls.float(), steps.joint, steps.seat
+    step = steps.board, steps.walls.float(), steps.joint
     pixels = planes(config, steps.board, steps.walls).float()
     world = functools.partial(hop.WorldModel, config, args)
     inference = functools.partial(hop.SubgoalInference, config, args)
@@ -137,6 +137,10 @@ def test_first_weights_depend_on_the_seed_alone():
             own = getattr(second.networks, name).params[key]
             assert torch.equal(p[-len(own) :], own), (name, key)
             assert not p.any() or len(p.flatten(1).unique(dim=0)) == len(p), f"two learners begin alike: {name} {key}"
+    networks = both.networks
+    for one, other in itertools.combinations((networks.prior, networks.inference, networks.moa), 2):
+        table, other_table = (network.params["encoder.table"] for network in (one, other))
+        assert (table != other_table).flatten(1).any(1).all(), "two networks of a learner begin alike"
     watched = make_watched(num_seeds=2).networks
     for name in ("prior", "inference", "moa", "moa_prior", "world"):
         for key, p in getattr(watched, name).params.items():
@@ -144,6 +148,15 @@ def test_first_weights_depend_on_the_seed_alone():
     env = both.games.env
     games = env.observe(env.state).unflatten(0, (2, -1))
     assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
+
+
+def test_first_weights_of_a_layer_and_the_first_policy():
+    layer = hop.Linear(300, 200, gain=2.0)
+    assert float(layer.weight.detach().var()) == pytest.approx(2.0**2 / 300, rel=0.03) and not layer.bias.any()
+    _, outputs, _ = play(make_state(), 4)
+    legal = outputs["legal"]
+    uniform = legal / legal.sum(3, keepdim=True)
+    torch.testing.assert_close(outputs["log_probs"].exp(), uniform, atol=0.02, rtol=0)
 
 
 def weighted_gradients(outputs, parameters):
@@ -262,13 +275,12 @@ def test_a_predicted_board_is_a_board(config):
     """Nobody jumps, splits, fades or walks into a wall, and every reward is a payoff."""
     env, generator = StagHuntEnv(config, 100, seed=2), seeded(3)
     n, gone, world, moved = config.num_players, config.num_cells, wild_world(config), 0
-    seat = torch.zeros(100, dtype=torch.int64)
     for _ in range(4):
         board = env.cells(env.state)[:, 0]
         walls = env.state.walls[:, : config.num_wall_cells]
         joint = torch.randint(7, (100, n), generator=generator)
         with torch.no_grad():
-            step = board[None], walls[None].float(), joint[None], seat[None]
+            step = board[None], walls[None].float(), joint[None]
             after, reward = (x[0] for x in world(*step, method="predict"))
         assert after.dtype == torch.uint8 and after.shape == board.shape and (after <= gone).all()
         old, new, wide = board[:, :n].int(), after[:, :n].int(), config.width
@@ -298,8 +310,7 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
     board = env.cells(state)[:, 0]
     walls = torch.zeros(len(board), 1)
     joint = torch.randint(7, (len(board), 3), generator=generator)
-    seat = torch.zeros(len(board), dtype=torch.int64)
-    step = board[None], walls[None], joint[None], seat[None]
+    step = board[None], walls[None], joint[None]
     better = 0
     with torch.no_grad():
         likely, reward = (x[0] for x in world(*step, method="predict"))
@@ -322,7 +333,7 @@ def test_two_hunters_differ_from_one():
     walls = torch.zeros(1, 1, 1)
 
     def outputs(board, *joint):
-        outcome, taken, payoff = world(board[None], walls, torch.tensor(joint).view(1, 1, 3), torch.zeros(1, 1))
+        outcome, taken, payoff = world(board[None], walls, torch.tensor(joint).view(1, 1, 3))
         return torch.cat([outcome[0, 0, 0], taken[0, 0, :1], payoff[0, 0]])  # of the observer
 
     found = [outputs(board, *joint) for joint in [(5, 4, 4), (5, 5, 4), (5, 5, 5), (4, 5, 5), (4, 4, 5)]]
@@ -373,7 +384,6 @@ def test_a_rollout_holds_what_each_learner_saw_did_and_earned(seats, share):
             assert w.reward[m, t, row] == reward[b, i] and w.done[m, t, row] == done[b]
             assert w.time[m, t, row] == before.time[b] and w.first_hunt[m, t, row] == before.first_hunt[b]
             assert w.walls[m, t, row].tolist() == before.walls[b].tolist()
-            assert w.seat[m, t, row] == i
             last = [STAY] * 3 if before.time[b] == 0 else previous[b, ego].tolist()
             assert w.last_joint[m, t, row].tolist() == last
             assert torch.equal(out["legal"][m, t, row], legal[b, i])
@@ -1137,7 +1147,7 @@ def test_both_models_learn_from_their_share_of_rule_based_games(ratio):
     moa, world = watch_networks(state, "moa", "world")
     train(state)
     clocks = [inputs[2] for _, inputs in moa.given]
-    rewards = [inputs[5] for method, inputs in world.given if method == "loss"]
+    rewards = [inputs[4] for method, inputs in world.given if method == "loss"]
     assert len(clocks) == state.args.subgoal_updates and len(rewards) == state.args.wm_updates
     for clock, reward in zip(clocks, rewards, strict=True):
         assert (clock > 10).float().mean(1).tolist() == [ratio] * 3

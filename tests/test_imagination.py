@@ -45,11 +45,9 @@ class TrueWorld:
     def __init__(self, env, change=lambda board, reward, call: (board, reward)):
         self.env, self.change, self.said = env, change, []
 
-    def __call__(self, board, walls, joint, seat, next_board=None, reward=None, method="predict"):
+    def __call__(self, board, walls, joint, next_board=None, reward=None, method="predict"):
         config = self.env.config
         n, gone = config.num_players, config.num_cells
-        learners_seat = torch.arange(len(board))[:, None] % n
-        assert torch.equal(seat.long(), learners_seat.expand(board.shape[:2])), "who it is"
         cells = board.flatten(0, 1).int()
         players, prey = cells.split([n, config.num_prey], 1)
         clock = torch.zeros(len(cells), dtype=torch.int32)

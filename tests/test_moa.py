@@ -256,7 +256,7 @@ def test_boards_are_compared_within_a_game_and_until_the_learner_leaves(tmp_path
     monkeypatch.setattr(world_model, "STARTS", 5)
     true_board = {}
 
-    def predict_step(world, board, walls, joint, seat):
+    def predict_step(world, board, walls, joint):
         """Right, but in every seventh row"""
         step = len(true_board)
         transitions = kept[0][0]

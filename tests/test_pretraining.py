@@ -10,12 +10,13 @@ import hopplus_ppo
 import pretrain_vae as vae
 import pretrain_world_model as wm
 import stag_hunt_env as game
+from evaluation import world_model
 from stag_hunt_env import StagHuntConfig
 
 import numpy as np
 import pytest
 import torch
-from helpers import lines_of, record_learning_rates, same_tree, save_as_run
+from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, save_as_run
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
@@ -109,25 +110,30 @@ def test_tables_of_the_vae(runs):
     assert 0 <= figures["with history/probe_accuracy"] <= 1
 
 
-def test_evaluating_a_checkpoint(runs, no_pictures):
+def test_measuring_a_saved_world_model(runs, tmp_path):
+    """Held-out games, not those of the training; the same as at its end; on another board; of a run"""
     _, figures = runs[wm]
-    again = wm.main(wm.make_args(evaluate=figures["checkpoint"], device="cpu"))
+    words = [figures["checkpoint"], "--games", "60", "--device", "cpu"]
+    again = world_model.main(world_model.parse_args(words))
     assert again == pytest.approx({k: v for k, v in figures.items() if k != "checkpoint"}, rel=1e-5, nan_ok=True)
-    other = wm.main(wm.make_args(evaluate=figures["checkpoint"], evaluate_board="5x6", device="cpu"))
+    other = world_model.main(world_model.parse_args([*words, "--height", "5", "--width", "6"]))
     assert other["possible_boards"] == 1.0 and other["exact_match"] != figures["exact_match"]
+    names = sorted(path.name for path in Path(figures["checkpoint"]).parent.glob("world_model_*"))
+    assert names == ["world_model_3x4_3h1s_3hares.csv", "world_model_5x6_3h1s_3hares.csv"]
+
+    args = hopplus_ppo.make_args("hopplus", "cpu", **TINY_FLAGS, run_dir=str(tmp_path))
+    run = hopplus_ppo.main(args)
+    of_run = world_model.main(world_model.parse_args([run["checkpoint"], "--games", "20", "--device", "cpu"]))
+    assert of_run["possible_boards"] == 1.0 and "exact_match/5" in of_run
+    table = (Path(run["checkpoint"]).parent / "world_model_3x4_3h1s_3hares.csv").read_text()
+    assert table.splitlines()[0].endswith("model_0,model_1,model_2"), "each learner's"
 
 
-def test_evaluating_where_nothing_can_be_written(runs, monkeypatch):
-    monkeypatch.setattr(wm, "report", None)  # it is not even measured
-
-    def refuse(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(
-        game.UserError, match=r"--evaluate: could not write to .*evaluation_3x4.*: Read-only file system"
-    ):
-        wm.main(wm.make_args(evaluate=runs[wm][1]["checkpoint"], device="cpu"))
+def test_a_world_model_that_cannot_be_measured_is_refused(files):
+    with pytest.raises(game.UserError, match="holds no world model"):
+        world_model.main(world_model.Args(path=files[vae]["checkpoint"]))
+    with pytest.raises(game.UserError, match="the pixel head knows one board, 3x4"):
+        world_model.main(world_model.Args(path=files[wm]["pixel"], height=6))
 
 
 def test_pixels_and_discrete_goals(tmp_path, no_pictures):
@@ -184,8 +190,8 @@ def test_hopplus_starts_from_these_checkpoints(tmp_path, runs):
 def test_a_vae_of_other_prey_is_refused(tmp_path, runs):
     """One stag and 3 hares, or 2 and 2: its tables have as many rows"""
     config = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
-    flags = {"vae_checkpoint": runs[vae][1]["checkpoint"], "subgoal_hidden": 8, "goal_dim": 4, "num_envs": 4}
-    args = hopplus_ppo.make_args(device="cpu", config=config, run_dir=str(tmp_path), **flags)
+    flags = {**TINY_FLAGS, "config": config, "vae_checkpoint": runs[vae][1]["checkpoint"]}
+    args = hopplus_ppo.make_args(device="cpu", run_dir=str(tmp_path), **flags)
     with pytest.raises(game.UserError, match="does not fit: num_stags 1, here 2"):
         hopplus_ppo.main(args)
 
@@ -275,11 +281,6 @@ REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must n
     ("wm", {"wm_channel_weights": (1.0,) * 6}, ["pixel"]),
     ("wm", {"wm_channel_weights": ()}, ["pixel"]),
     ("wm", {"wm_head": "pixel", "wm_channel_weights": (1.0, 1, 1, 1, 1, -1)}, [">= 0"]),
-    ("wm", {"evaluate_board": "6x9"}, ["--evaluate"]),
-    ("wm", {"evaluate": "{missing}"}, ["checkpoint", "missing"]),
-    ("wm", {"evaluate": "{checkpoint}", "evaluate_board": "sixbynine"}, ["sixbynine"]),
-    ("wm", {"evaluate": "{pixel}", "evaluate_board": "6x9"}, ["pixel", "3x4"]),
-    ("wm", {"evaluate": "{checkpoint}", "resume": "{checkpoint}"}, ["--evaluate", "--resume"]),
 ]
 CASES = [(name, flags, words) for which, flags, words in REFUSED for name in SCRIPTS if which in ("both", name)]
 

@@ -145,7 +145,6 @@ VARIANTS = {
     "discrete": {"goal_kind": "discrete", "seats": "learner,mixed,learner"},
     "memory": {"seats": "learner,mixed,mixed", "redraw": "never"},
     "walls": {"config": dataclasses.replace(TINY_CONFIG, height=5, width=4, max_wall_pieces=2)},
-    "strengths": {"config": dataclasses.replace(TINY_CONFIG, strengths=(1.0, 2.0, 3.0))},
     "no stag": {"config": dataclasses.replace(TINY_CONFIG, num_stags=0)},
     "no hare": {"config": dataclasses.replace(TINY_CONFIG, num_hares=0)},
     "limit": {"config": dataclasses.replace(TINY_CONFIG, steps_after_first_hunt=1, permute_ids=True)},
@@ -410,9 +409,9 @@ def test_defaults_follow_method_and_device(monkeypatch):
     assert (cpu.subgoal_updates, gpu.subgoal_updates) == (1, 4)
     assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
     assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
-    words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --strengths 1 2 3 4 --seed 5"
+    words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --seed 5"
     expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5, "total_timesteps": 350_000}
-    expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8, strengths=(1.0, 2.0, 3.0, 4.0))
+    expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8)
     assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
     with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
         hop.make_args("dqn")

@@ -485,7 +485,7 @@ def check_transition(env, state, actions, seat):
     walls = state.walls[:, : config.num_wall_cells]
     position = hop.Position(board, state.time, state.first_hunt, None, None)
     joint = actions.gather(1, (seat[:, None] + torch.arange(config.num_players)) % config.num_players)
-    next_board, reward = hop.env_transition(env, position, walls, joint, seat)
+    next_board, reward = hop.env_transition(env, position, walls, joint)
     assert_same("board", next_board, env.cells(after)[rows, seat])
     assert_same("reward", reward, rewards[rows, seat])
     going = ~env.game_over(state) & state.present[rows, seat]
@@ -540,7 +540,6 @@ class Search:
     position: hop.Position
     walls: torch.Tensor
     belief: hop.OpponentBelief
-    seat: torch.Tensor
     plan: hop.Plan = None
     tree: hop.Tree = None
     random_state: torch.Tensor = None
@@ -557,7 +556,6 @@ class Search:
             again.position,
             again.walls,
             again.belief,
-            again.seat,
             silent,
         )
         return again
@@ -587,18 +585,16 @@ def play(state, num_steps, **options):
 class TrueWorld:
     """The rules in the place of the world model"""
 
-    def __init__(self, env, walls, seat):
+    def __init__(self, env, walls):
         self.env = env
         self.walls = walls
-        self.seat = seat
 
-    def __call__(self, board, walls, joint, seat, method):
+    def __call__(self, board, walls, joint, method):
         assert method == "predict"
-        assert torch.equal(seat, self.seat) and torch.equal(walls, self.walls)
+        assert torch.equal(walls, self.walls)
         clock = torch.zeros(board.shape[:2].numel(), dtype=torch.int32)
         position = hop.Position(board.flatten(0, 1), clock, clock - 1, None, None)
-        step = walls.flatten(0, 1), joint.flatten(0, 1), seat.flatten()
-        after, reward = hop.env_transition(self.env, position, *step)
+        after, reward = hop.env_transition(self.env, position, walls.flatten(0, 1), joint.flatten(0, 1))
         return after.view_as(board), reward.view(board.shape[:2])
 
 
@@ -611,7 +607,7 @@ def test_a_perfect_world_model_searches_as_the_rules_do(share, config):
     state = make_state(search_model="env", num_envs=6, share_parameters=share, num_seeds=2, config=config)
     *_, searches = play(state, 4)
     for search in searches:
-        world = TrueWorld(search.env, search.for_trees(search.walls), search.for_trees(search.seat))
+        world = TrueWorld(search.env, search.for_trees(search.walls))
         again = search.run(
             args=dataclasses.replace(search.args, search_model="world-model"),
             networks=search.networks._replace(world=world),
@@ -643,7 +639,7 @@ class NodeCheck:
         self.args = search.args
         self.env = search.env
         self.node = node
-        self.learners = len(search.seat)
+        self.learners = len(search.walls)
         tree = search.tree
         self.known = torch.ones_like(tree.ended[:, 0])  # bool [T]: the tree has this node
         if node > 0:
@@ -715,12 +711,11 @@ class NodeCheck:
         assert torch.equal(joint[known, 0], self.action[known])
         expected = tree.opponent_probs[rows, self.parent].gather(2, joint[:, 1:, None])
         assert (expected[known] > 0).all()
-        seat = search.for_trees(search.seat)
         walls = search.for_trees(search.walls)
         if self.args.search_model == "env":
-            board, reward = hop.env_transition(self.env, before, walls.flatten(0, 1), joint, seat.flatten())
+            board, reward = hop.env_transition(self.env, before, walls.flatten(0, 1), joint)
         else:
-            step = self.by_learner(before.board), walls, self.by_learner(joint), seat
+            step = self.by_learner(before.board), walls, self.by_learner(joint)
             board, reward = hop.predict_step(search.networks.world, *step)
             board = board.flatten(0, 1)
             reward = reward.flatten()
@@ -818,35 +813,6 @@ def test_a_bonus_counts_in_the_tree(monkeypatch):
         reward = tree.reward[rows, node]
         assert moved.any() and (reward[moved] >= 9).all()
         assert not moved.all() and (reward[~moved] < 9).all()
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_payoff_in_the_tree_is_that_of_the_learners_seat(share):
-    """All stand at a stag, and who differs in strength gets another share of it"""
-    strengths = (1.0, 2.0, 4.0)
-    trees = 3
-    games = 8
-    config = dataclasses.replace(CONFIG, strengths=strengths)
-    flags = {"search_model": "env", "planner": "one-step", "num_trees": trees, "num_envs": games}
-    state = make_state(**flags, share_parameters=share, config=config)
-    for p in state.networks.moa.parameters():
-        p.data.zero_()  # co-players do anything that is legal
-    position = state.games.env.state.position
-    stag = state.games.env.state.prey_position[:, :1]
-    position.copy_(stag.expand_as(position))
-    *_, searches = play(state, 1)
-    tree = searches[0].tree
-    pairs = set()
-    for row in range(3 * games * trees):
-        seat = row // (games * trees)
-        node = int(tree.child[row, 0, HUNT_STAG])
-        joint = tree.position.last_joint[row, node].tolist()
-        party = [strengths[(seat + k) % 3] for k in range(3) if joint[k] == HUNT_STAG]
-        expected = 10 * strengths[seat] / sum(party) if len(party) > 1 else 0.0
-        assert tree.reward[row, node].item() == pytest.approx(expected, abs=1e-5)
-        if len(party) == 2:
-            pairs.add(tuple(party))
-    assert len(pairs) == 6, "each seat with each other one"
 
 
 SCALES = {  # the game, and its highest payoff without sign

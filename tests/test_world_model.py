@@ -132,9 +132,9 @@ def test_every_update_draws_from_all_data_of_its_own_seed():
         wm.train(dataclasses.replace(args, seed=seed), world, optimizer, data, first, last)
         for *fields, number in world.seen:
             model, row = number.long() // 1000, number.long() % 1000
-            for ours, kept in zip(fields, data[:5], strict=True):
+            for ours, kept in zip(fields, (data.board, data.walls, data.joint, data.next_board), strict=True):
                 assert torch.equal(ours, kept[model, row])
-        return torch.stack([batch[5] for batch in world.seen])
+        return torch.stack([batch[4] for batch in world.seen])
 
     early, late = drawn(0, 8), drawn(8, 16)
     for numbers in (early, late):
@@ -216,7 +216,7 @@ def test_whatever_the_weights_only_possible_boards(config):
             changed += int((p.board[:, :, :n] != board[:, :, :n]).sum())
             taken += int((p.board[:, :, n + 1 :] < board[:, :, n + 1 :]).sum())
             with torch.no_grad():
-                cells, _ = world(cells, data.walls.float(), joint, data.seat, method="predict")
+                cells, _ = world(cells, data.walls.float(), joint, method="predict")
             assert torch.equal(game.planes(config, cells, data.walls), p.board)
     assert changed > 0 and taken > 0, "these weights should do something"
 
@@ -227,8 +227,8 @@ def test_expected_planes_against_plain_loops(config):
     data = wm.first_rows(dataset(config, 4), 30)
     world = make_model(config, (2,), scale=0.2)
     with torch.no_grad():
-        outcome, taken, _ = (x[0] for x in world(data.board, data.walls.float(), data.joint, data.seat))
-        ours = wm.expected_planes(config, world, data.board, data.walls, data.joint, data.seat)[0]
+        outcome, taken, _ = (x[0] for x in world(data.board, data.walls.float(), data.joint))
+        ours = wm.expected_planes(config, world, data.board, data.walls, data.joint)[0]
     before, n = game.planes(config, data.board, data.walls)[0], config.num_players
     expected = before.float().flatten(2)
     expected[:, :n] = 0.0
@@ -312,14 +312,12 @@ def test_the_same_weights_work_on_another_board():
 @every_case
 def test_a_player_is_judged_alike_by_every_observer(config):
     """Observer i's logits about its k-th player are those of that player about itself."""
-    config = dataclasses.replace(config, strengths=None)  # where strengths differ, it reads who does what
     env, games, n = StagHuntEnv(config), played(config, 4), config.num_players
     boards, joint = games.board[:, :-1].flatten(0, 1), games.joint.flatten(0, 1)
     walls = games.walls.repeat_interleave(config.final_time * n, 0)
     with torch.no_grad():
         world = make_model(config, (2,), scale=0.2)
-        seat = torch.zeros(1, len(boards) * n)
-        step = boards.flatten(0, 1)[None], walls[None].float(), joint.flatten(0, 1)[None], seat
+        step = boards.flatten(0, 1)[None], walls[None].float(), joint.flatten(0, 1)[None]
         outcome, taken, _ = world(*step)
     present = boards[:, :, :n] < config.num_cells
     for logits in (outcome[0].unflatten(0, (-1, n)), taken[0].unflatten(0, (-1, n))):
@@ -328,12 +326,11 @@ def test_a_player_is_judged_alike_by_every_observer(config):
         assert not torch.allclose(logits[present], own.roll(1, 2)[present], rtol=1e-3, atol=1e-3)
 
 
-def plain_view(config, board, walls, joint, seat, k):
-    """What the network reads for player k: its own action; by cell around it how many do what (where strengths differ:
-    who does what), stags, hares, walls, the board; strengths"""
-    n, by_name = config.num_players, config.strengths is not None
-    doings = 7 * n if by_name else 7
-    kinds = [[0] * 9 for _ in range(doings + 4)]
+def plain_view(config, board, walls, joint, k):
+    """What the network reads for player k: its own action; by cell around it how many do what, stags, hares, walls, the
+    board"""
+    n = config.num_players
+    kinds = [[0] * 9 for _ in range(11)]
     stags = board[n : n + config.num_stags]
     hares = board[n + config.num_stags :]
     row, column = divmod(board[k], config.width)
@@ -343,18 +340,13 @@ def plain_view(config, board, walls, joint, seat, k):
             continue
         cell = (row + down) * config.width + column + right
         for j in range(n):
-            kind = joint[j] + 7 * j if by_name else joint[j]
-            kinds[kind][place] += board[j] == cell
-        kinds[doings][place] = stags.count(cell)
-        kinds[doings + 1][place] = hares.count(cell)
-        kinds[doings + 2][place] = walls[cell] if config.max_wall_pieces else 0
-        kinds[doings + 3][place] = 1
-    strengths = []
-    if by_name:
-        mean = sum(config.strengths) / n
-        strengths = [config.strengths[(seat + j) % n] / mean for j in range(n)]
+            kinds[joint[j]][place] += board[j] == cell
+        kinds[7][place] = stags.count(cell)
+        kinds[8][place] = hares.count(cell)
+        kinds[9][place] = walls[cell] if config.max_wall_pieces else 0
+        kinds[10][place] = 1
     own = [int(action == joint[k]) for action in range(7)]
-    return [*own, *itertools.chain(*kinds), *strengths]
+    return [*own, *itertools.chain(*kinds)]
 
 
 @every_case
@@ -363,11 +355,10 @@ def test_what_the_network_reads_against_plain_loops(config):
     data.board[:, ::3, 1] = data.board[:, ::3, 0]  # two on one cell
     world, read = make_model(config), []
     world.network.trunk.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    world(data.board, data.walls.float(), data.joint, data.seat)
-    rows = zip(*(x[0].tolist() for x in (data.board, data.walls, data.joint, data.seat)), strict=True)
+    world(data.board, data.walls.float(), data.joint)
     expected = []
-    for board, walls, joint, seat in rows:
-        expected += [plain_view(config, board, walls, joint, seat, k) for k in range(config.num_players)]
+    for board, walls, joint in zip(*(x[0].tolist() for x in (data.board, data.walls, data.joint)), strict=True):
+        expected += [plain_view(config, board, walls, joint, k) for k in range(config.num_players)]
     expected = torch.tensor(expected, dtype=torch.float32)
     ours, padding = read[0][0].split([expected.shape[1], read[0].shape[2] - expected.shape[1]], 1)
     torch.testing.assert_close(ours, expected)
@@ -388,15 +379,15 @@ def test_two_hunters_differ_from_one():
         ([5, 5, 5, *prey], [HUNT_STAG, STAY, STAY]),
     ]
     boards, joints = (torch.tensor([[case[k] for case in cases]]) for k in (0, 1))
-    seat, walls = torch.zeros(1, len(cases)), torch.zeros(1, len(cases), 1)
-    payoff = world(boards, walls, joints, seat)[2][0].detach()
+    walls = torch.zeros(1, len(cases), 1)
+    payoff = world(boards, walls, joints)[2][0].detach()
     distance = torch.cdist(payoff, payoff)
     same = {(1, 2), (2, 1)}  # a third player out of reach changes nothing
     for a in range(len(cases)):
         for b in range(len(cases)):
             assert a == b or bool(distance[a, b] < 1e-3) == ((a, b) in same), (a, b)
-    swapped = world(boards, walls, joints[:, :, [0, 2, 1]], seat)[2][0]
-    assert torch.allclose(swapped[3], payoff[3], atol=1e-4), "who of two equal players hunts does not matter"
+    swapped = world(boards, walls, joints[:, :, [0, 2, 1]])[2][0]
+    assert torch.allclose(swapped[3], payoff[3], atol=1e-4), "who of two players hunts does not matter"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,7 +464,7 @@ class Fake:
     def __len__(self):
         return 2
 
-    def __call__(self, board, walls, joint, seat, method):
+    def __call__(self, board, walls, joint, method):
         rows = zip(board[0].tolist(), joint[0].tolist(), strict=True)
         index = torch.tensor([self.known[*b, *j] for b, j in rows])
         new = torch.stack([self.data.next_board[0, index], board[1]])
@@ -516,30 +507,13 @@ def test_a_pixel_head_reads_its_own_values_again():
     assert planes[:, :, : config.num_players].flatten(3).sum(3).max() > 1
 
 
-def test_what_a_learner_takes_the_values_of_a_pixel_head_for():
-    config = Config(height=3, width=4, num_players=3, num_hares=2)
-    model = wm.PixelWorldModel(config, small_args(wm_head="pixel"))
-    values = torch.zeros(1, 1, *config.observation_shape)
-    seen = values[0, 0]
-    seen[0].view(-1)[[3, 7]] = torch.tensor([0.6, 0.9])  # in two cells: the first
-    seen[1].view(-1)[4] = 0.4  # gone
-    seen[2].view(-1)[11] = 1.0
-    seen[4].view(-1)[2] = 1.0  # a stag that was not there
-    seen[5].view(-1)[[5, 8]] = torch.tensor([0.8, 1.0])  # one of the hares is left; 8 is new
-    model.forward = lambda planes, joint, seat: (values, torch.tensor([[0.7]]))
-    board = torch.tensor([[[2, 4, 10, 1, 5, 6]]], dtype=torch.uint8)
-    found, reward = model.predict(board, torch.zeros(1, 1, 1), torch.zeros(1, 1, 3), torch.zeros(1, 1))
-    assert found.tolist() == [[[3, 12, 11, 12, 5, 12]]] and found.dtype == torch.uint8
-    assert reward.tolist() == [[pytest.approx(0.7)]]
-
-
 def test_the_starts_of_a_look_ahead_come_from_all_games():
     games, shown = played(Config(final_time=25), 20), []
 
     class Watching:
         network = None
 
-        def __call__(self, board, walls, joint, seat, method):
+        def __call__(self, board, walls, joint, method):
             shown.append(board[0])
             return board, torch.zeros(board.shape[:2])
 
@@ -560,13 +534,19 @@ def test_events_and_boards():
 # Stacked models
 
 
+def loss_inputs(data, head):
+    step = [data.board, data.walls.float(), data.joint]
+    if head == "pixel":
+        step.append(data.seat)
+    return [*step, data.next_board, data.reward]
+
+
 @both_heads
 def test_stacked_models_are_independent(head):
     config = PRETRAINING_CASES["two players"]
     data = wm.Dataset(*(x[:, :50] for x in dataset(config, 10)))
     world, alone = (make_model(config, seeds, wm_head=head) for seeds in ((7, 8), (8,)))
-    data = data._replace(walls=data.walls.float())
-    batch = [x.expand(2, *x.shape[1:]) for x in data[:6]]
+    batch = [x.expand(2, *x.shape[1:]) for x in loss_inputs(data, head)]
     loss = world(*batch, method="loss").mean(1)
     loss[0].backward()
     for p in world.parameters():
@@ -581,7 +561,7 @@ def test_channel_weights():
     losses = []
     for weights in (None, (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (3, 0, 0, 2, 0)):
         world = make_model(config, wm_head="pixel", wm_channel_weights=weights)
-        losses.append(world(*data[:6], method="loss").mean().item())
+        losses.append(world(*loss_inputs(data, "pixel"), method="loss").mean().item())
     board, next_board = (game.planes(config, x, data.walls) for x in (data.board, data.next_board))
     planes, paid = world(board, data.joint, data.seat)
     channel = (planes - next_board.float()).square().mean((0, 1, 3, 4)).detach()
@@ -633,10 +613,3 @@ def test_a_party_of_four_is_not_paid_as_one_of_three():
     sizes = torch.tensor([2] * 60 + [3] * 39 + [4]).repeat(40)
     four = torch.full((100,), 4)
     assert payoffs_right(config, hunts(config, sizes, 1), hunts(config, four, 2), 60) == 1.0
-
-
-def test_payoffs_of_players_that_differ_in_strength():
-    """The games of all seats teach one model, so it must be told who it is."""
-    config = Config(num_players=3, strengths=(1.0, 2.0, 5.0))
-    sizes = torch.tensor([2, 3]).repeat(1000)
-    assert payoffs_right(config, hunts(config, sizes, 1), hunts(config, sizes[:400], 2), 150) > 0.97

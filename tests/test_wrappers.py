@@ -35,14 +35,10 @@ CONFIGS = [
     StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=1, final_time=15),
     StagHuntConfig(height=6, width=4, num_players=8, max_wall_pieces=2, permute_ids=True),
     StagHuntConfig(height=2, width=4, num_players=3, steps_after_first_hunt=1),
-    StagHuntConfig(
-        height=5, width=3, num_players=3, num_stags=3, num_hares=1, strengths=(1.0, 2.5, 0.5), hare_reward=2
-    ),
+    StagHuntConfig(height=5, width=3, num_players=3, num_stags=3, num_hares=1, hare_reward=2),
     StagHuntConfig(height=6, width=7, num_stags=2, num_hares=0, max_wall_pieces=4, steps_after_first_hunt=0),
     StagHuntConfig(height=3, width=3, num_players=3, num_stags=0, num_hares=2),
-    StagHuntConfig(
-        height=3, width=3, num_players=5, num_hares=1, strengths=(3.0, 1.0, 1.0, 2.0, 1.0), steps_after_first_hunt=3
-    ),
+    StagHuntConfig(height=3, width=3, num_players=5, num_hares=1, steps_after_first_hunt=3),
 ]
 SEATS = ("nearest_hare", "learner", "nearest_stag")
 
