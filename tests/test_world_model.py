@@ -523,11 +523,8 @@ def test_the_starts_of_a_look_ahead_come_from_all_games():
     assert len(starts) == 40 and 10 < sum(tuple(board) in first_half for board in starts) < 30
 
 
-def test_events_and_boards():
+def test_events():
     assert wm.reward_event(Config(), torch.tensor([0.0, 1.0, 1 / 3, 2.5, 5.0, 0.1])).tolist() == [0, 1, 1, 2, 2, 0]
-    assert wm.parse_board("6x9") == (6, 9)
-    with pytest.raises(ValueError, match="HEIGHTxWIDTH"):
-        wm.parse_board("6by9")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
