@@ -26,7 +26,6 @@ import torch
 from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, save_as_run, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
-from torch.utils.tensorboard import SummaryWriter
 
 
 def make_args(method="hopplus", **changes):
@@ -57,15 +56,10 @@ def runs(tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run leaves behind
 
-CHARTS = ["charts/SPS", "charts/learning_rate", "charts/episodic_return", "charts/stag_share", "losses/value_loss"]
-PPO_KEYS = ["losses/explained_variance", "real/value_mean", "per_agent/value_loss_real/learner_2"]
-OMG_KEYS = ["moa/nll", "moa/ceiling/top1", "omg/kl", "losses/moa", "per_agent/moa_nll/learner_2"]
-HOPPLUS_KEYS = ["wm/exact_match/4", "wm/payoff_match/1", "imagined/value_mean", "losses/world_model"]
-KEYS = {  # a few of each method, and how many there are at least
-    "ppo": (PPO_KEYS, 25),
-    "ppo-omg": (PPO_KEYS + OMG_KEYS, 35),
-    "hopplus": (PPO_KEYS + OMG_KEYS + HOPPLUS_KEYS, 45),
-}
+PPO_KEYS = {"charts/SPS", "charts/stag_share", "losses/explained_variance", "per_agent/value_loss_real/learner_2"}
+OMG_KEYS = {"moa/nll", "moa/ceiling/top1", "omg/kl", "losses/moa", "per_agent/moa_nll/learner_2"}
+HOPPLUS_KEYS = {"wm/exact_match/4", "wm/payoff_match/1", "imagined/value_mean", "losses/world_model"}
+KEYS = {"ppo": PPO_KEYS, "ppo-omg": PPO_KEYS | OMG_KEYS, "hopplus": PPO_KEYS | OMG_KEYS | HOPPLUS_KEYS}  # a few
 
 
 @pytest.mark.parametrize("method", hop.METHODS)
@@ -73,11 +67,8 @@ def test_what_a_run_leaves_behind(method, runs):
     folder, final = runs[method]
     first, second = folders = folders_of(folder)
     assert re.fullmatch(rf"hopplus_ppo__3x4_3h1s_3hares_{method}__1__\d+", first.name) and "__2__" in second.name
-    assert sorted(path.name for path in first.iterdir() if "tfevents" not in path.name) == [
-        "args.json",
-        "checkpoint.pt",
-        "metrics.jsonl",
-    ]
+    files = sorted(path.name for path in first.iterdir() if "tfevents" not in path.name)
+    assert files == ["args.json", "checkpoint.pt", "metrics.jsonl"]
     args = make_args(method, run_dir=str(folder), num_seeds=2, total_timesteps=90)
     saved = torch.load(first / "checkpoint.pt", weights_only=True)
     assert final["checkpoint"] == str(first / "checkpoint.pt")
@@ -85,37 +76,29 @@ def test_what_a_run_leaves_behind(method, runs):
     assert saved["script"]["name"] == "hopplus_ppo.py" and saved["folders"] == [f.name for f in folders]
     assert hop.Args(**saved["args"] | {"config": TINY_CONFIG}) == args
     assert "moa_prior" not in saved["states"][0]["networks"], "it is only for pretraining"
-    keys, fewest = KEYS[method]
-    drawn = []
     for folder in folders:
         flags = json.loads((folder / "args.json").read_text())
         assert (folder / flags.pop("checkpoint")).resolve() == (first / "checkpoint.pt").resolve()
         assert flags == json.loads(json.dumps(saved["args"]))
         lines = lines_of(folder)
         assert [line.pop("steps") for line in lines] == [32, 64, 96]
-        assert set(CHARTS + keys) <= lines[2].keys() and all(line.keys() == lines[0].keys() for line in lines)
-        kinds = {re.sub(r"\d+$", "i", name) for name in lines[2]}  # a number at the end: of a player, of a step
-        assert fewest <= len(kinds) <= 60
+        assert KEYS[method] <= lines[2].keys() and all(line.keys() == lines[0].keys() for line in lines)
         events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-        assert set(events.Tags()["scalars"]) == {name for line in lines for name in line if line[name] is not None}
-        for name in events.Tags()["scalars"]:
-            scalar = {x.step: x.value for x in events.Scalars(name)}
-            values = dict(zip([32, 64, 96], [line[name] for line in lines], strict=True))
+        for name in lines[0]:
+            values = {step: line[name] for step, line in zip((32, 64, 96), lines, strict=True)}
             finite = {step: value for step, value in values.items() if value is not None}
-            assert scalar == pytest.approx(finite, rel=1e-5), name
-        assert set(events.Tags()["histograms"]) >= {"real/reward", "real/returns", "real/value"}
+            drawn = events.Scalars(name) if finite else []
+            assert {x.step: x.value for x in drawn} == pytest.approx(finite, rel=1e-5), name
         flags = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
         assert "|method|" in flags and "|height|3|" in flags
         assert ("imagined/value" in events.Tags()["histograms"]) == (method == "hopplus")
         if method != "ppo":
             parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
             assert [line["losses/opponent_models"] for line in lines] == pytest.approx(parts, rel=1e-4)
-        drawn.append(events.Histograms("real/returns")[0].histogram_value)
-    assert drawn[0] != drawn[1], "each seed's own"
-    assert lines_of(first)[2]["losses/value_loss"] != lines_of(second)[2]["losses/value_loss"]
+    both = [lines_of(folder)[2] for folder in folders]
     for name in ("losses/value_loss", "charts/episodic_return"):
-        both = [lines_of(f)[2][name] for f in folders]
-        assert final[name] == pytest.approx(sum(both) / 2)
+        assert final[name] == pytest.approx((both[0][name] + both[1][name]) / 2)
+    assert both[0]["losses/value_loss"] != both[1]["losses/value_loss"], "each seed's own"
     rates = [line["charts/learning_rate"] for line in lines_of(first)]
     assert rates == pytest.approx([x * args.learning_rate for x in (1, 0.7, 0.4)])
 
@@ -190,14 +173,13 @@ def test_pretraining_keeps_what_a_captured_graph_writes_over(tmp_path, monkeypat
     assert same_tree(*found)
 
 
-@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete"}])
-def test_bfloat16_stays_inside(changes, tmp_path, monkeypatch):
+def test_bfloat16_stays_inside(tmp_path, monkeypatch):
     """What acts and imagines in it hands on the same types as without."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(hop, "inference_dtype", lambda args, device, dtype=dtype: dtype)
-        final = run(tmp_path / str(dtype), total_timesteps=32, **changes)
-        found.append((final["real/value_mean"], torch.load(final["checkpoint"], weights_only=True)["states"]))
+        final = run(tmp_path / str(dtype), total_timesteps=32)
+        found.append((final["real/value_mean"], load(final["checkpoint"])["states"]))
     assert [x.dtype for x in tree_leaves(found[0][1])] == [x.dtype for x in tree_leaves(found[1][1])]
     assert found[0][0] == pytest.approx(found[1][0], rel=0.05) and found[0][0] != found[1][0]
 
@@ -206,41 +188,10 @@ def test_bfloat16_stays_inside(changes, tmp_path, monkeypatch):
 # What goes wrong
 
 
-@pytest.fixture(scope="module")
-def well(tmp_path_factory):
-    """A run in which nothing fails"""
-    return run(tmp_path_factory.mktemp("well"), total_timesteps=96)
-
-
-def test_tensorboard_that_fails_costs_nothing(well, tmp_path, monkeypatch, capsys):
-    """Each time a line says so"""
-
-    def fails(*_, **__):
-        raise RuntimeError("singular")
-
-    monkeypatch.setattr(SummaryWriter, "add_scalar", fails)
-    final = run(tmp_path / "failing", total_timesteps=96)
-    line = "could not write to TensorBoard: RuntimeError: singular; the run goes on"
-    assert capsys.readouterr().out.count(line) == 3
-    first, second = (load(x["checkpoint"]) for x in (well, final))
-    assert second["iteration"] == 3 and same_tree(first["states"], second["states"])
-
-
-@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "seats": "learner,mixed,learner"}])
-def test_no_cast_depends_on_the_machine(changes, tmp_path):
+def test_no_cast_depends_on_the_machine(tmp_path):
     with NoNonFiniteCasts() as seen:
-        run(tmp_path, total_timesteps=32, **changes)
+        run(tmp_path, total_timesteps=32, goal_kind="discrete", seats="learner,mixed,learner")
     assert seen.casts > 0
-
-
-def test_casts_that_depend_on_the_machine_are_noticed():
-    with NoNonFiniteCasts() as seen:
-        assert torch.tensor([-0.9, 255.9]).to(torch.uint8).tolist() == [0, 255] and seen.casts == 1
-        for value, dtype in ((math.nan, torch.int64), (256.0, torch.uint8), (-1.0, torch.uint8)):
-            with pytest.raises(AssertionError, match="no torch"):
-                torch.tensor([value]).to(dtype)
-            with pytest.raises(AssertionError, match="no torch"):
-                torch.zeros(1, dtype=dtype)[:] = torch.tensor([value])
 
 
 POISONED = [("policy", "losses/policy_loss"), ("world", "losses/world_model"), ("moa", "losses/moa")]
@@ -280,14 +231,12 @@ HEALTHY = [{"final_time": 1}, {"hare_reward": 50_000.0}]  # all returns are equa
 @pytest.mark.parametrize("fields", HEALTHY)
 def test_a_healthy_run_is_not_stopped(fields, tmp_path):
     config = dataclasses.replace(TINY_CONFIG, **fields)
-    for seed in range(4):
-        final = run(tmp_path, "ppo", config=config, seed=seed, learning_rate=0.05)
-        assert math.isfinite(final["losses/value_loss"]) and math.isfinite(final["charts/episodic_return"])
-        if config.final_time == 1:
-            assert math.isnan(final["losses/explained_variance"]), "there is nothing to explain"
-        else:
-            assert final["losses/value_loss"] > 1e6
-    hop.main(hop.make_args(device="cpu", resume=final["checkpoint"], total_timesteps=128))
+    final = run(tmp_path, "ppo", config=config, learning_rate=0.05)
+    assert math.isfinite(final["losses/value_loss"]) and math.isfinite(final["charts/episodic_return"])
+    if config.final_time == 1:
+        assert math.isnan(final["losses/explained_variance"]), "there is nothing to explain"
+    else:
+        assert final["losses/value_loss"] > 1e6
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -398,23 +347,14 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
 # Flags
 
 
-def test_defaults_follow_method_and_device(monkeypatch):
-    monkeypatch.setattr(hop.game, "resolve_device", lambda device: torch.device("cpu" if device == "auto" else device))
-    gpu, cpu, ppo = hop.make_args("hopplus", "cuda"), hop.make_args("hopplus", "cpu"), hop.make_args("ppo", "cpu")
-    assert gpu == hop.Args(device="cuda") and hop.make_args() == dataclasses.replace(cpu, device="auto")
-    assert (gpu.num_envs, cpu.num_envs, ppo.num_envs) == (256, 64, 256) and cpu.log_every == 1
-    assert (ppo.subgoals, ppo.imagination, ppo.memory_discount) == ("none", False, 0)
-    omg = hop.make_args("ppo-omg", "cpu")
-    assert (omg.subgoals, omg.imagination, omg.memory_discount) == ("inferred", False, 0.9)
-    assert (cpu.subgoal_updates, gpu.subgoal_updates) == (1, 4)
-    assert hop.make_args("ppo", "cpu", num_envs=3).num_envs == 3
-    assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == ppo
+def test_flags_change_the_defaults_of_method_device_and_board():
+    cpu = hop.make_args("hopplus", "cpu")
+    assert hop.make_args() == dataclasses.replace(cpu, device="auto")
+    assert hop.parse_args(["--method", "ppo", "--device=cpu"]) == hop.make_args("ppo", "cpu")
     words = "--device cpu --height 8 --no-anneal-lr --seats learner,mixed,mixed,random --seed 5"
     expected = {"anneal_lr": False, "seats": "learner,mixed,mixed,random", "seed": 5, "total_timesteps": 350_000}
     expected["config"] = dataclasses.replace(hop.StagHuntConfig(), height=8)
     assert hop.parse_args(words.split()) == dataclasses.replace(cpu, **expected)
-    with pytest.raises(ValueError, match="--method must be one of ppo, ppo-omg, hopplus, not dqn"):
-        hop.make_args("dqn")
 
 
 def test_every_flag_is_explained():
