@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import random
@@ -369,46 +368,6 @@ def test_one_step_ahead_asks_for_no_simulations():
     assert torch.equal(outputs["visits"].long(), expected) and (expected[..., HUNT_HARE] > 0).any()
 
 
-GROWN = (  # what the search writes into a tree
-    "visits",
-    "returns",
-    "log_policy",
-    "child",
-    "value",
-    "reward",
-    "ended",
-    "best",
-    "best_child",
-    "opponent_probs",
-)
-
-
-def without_spare(tree):
-    """{name: [T, nodes - 1, ...]}"""
-    return {name: getattr(tree, name)[:, :-1] for name in GROWN}
-
-
-@pytest.mark.parametrize("root", ["puct", "gumbel"])
-def test_rows_do_not_influence_each_other(root):
-    """Other masks, ends and boards in every row; alone, shuffled or fewer, each grows the same tree"""
-    args = make_args(root=root, gamma=0.9, q_temperature=5.0, max_depth=5)
-    model = Model(BOARDS["4x4"], torch.float32)
-    roots = Roots(model, 12, 1, 16, seed=3)
-    together = grow(args, model, roots)
-    decisions = hop.root_policy(args, 5.0, together, roots.gumbel, 1)
-    masks = legal_actions(together.log_policy[:, 0]).tolist()
-    assert len({tuple(mask) for mask in masks}) > 5, "masks differ"
-    shuffled = torch.randperm(12, generator=seeded(1))
-    alone = [torch.tensor([row]) for row in range(0, 12, 3)]
-    for rows in (*alone, shuffled, shuffled[:5]):
-        tree = grow(args, model, roots.only(rows))
-        expected = without_spare(together)
-        for name, x in without_spare(tree).items():
-            assert torch.equal(x, expected[name][rows]), name
-        for x, y in zip(hop.root_policy(args, 5.0, tree, roots.gumbel[rows], 1), decisions, strict=True):
-            assert torch.equal(x, y[rows])
-
-
 def test_paths_longer_than_need_be_change_nothing():
     """--compile walks to one of four depths"""
     model = Model(BOARDS["4x4"])
@@ -416,30 +375,9 @@ def test_paths_longer_than_need_be_change_nothing():
     flags = {"gamma": 0.9, "q_temperature": 5.0}
     eager = grow(make_args(**flags), model, roots)
     compiled = grow(make_args(**flags, compile=True), model, roots)
-    expected = without_spare(eager)
-    for name, x in without_spare(compiled).items():
-        assert torch.equal(x, expected[name]), name
+    for name in set(hop.Tree._fields) - {"position"}:
+        assert torch.equal(getattr(compiled, name)[:, :-1], getattr(eager, name)[:, :-1]), name
     assert not torch.equal(eager.visits[:, -1], compiled.visits[:, -1]), "the spare node is visited more often"
-
-
-@pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
-def test_payoffs_a_hundred_times_smaller_make_no_difference(root, trees):
-    args = make_args(root=root, num_trees=trees)
-    smaller = {name: getattr(BOARDS["4x4"], name) / 100 for name in ("stag_reward", "hare_reward")}
-
-    def decide(config):
-        model = Model(config)
-        roots = Roots(model, 36 // trees, trees, 12, seed=7)
-        tree = grow(args, model, roots)
-        return hop.root_policy(args, highest_payoff(config), tree, roots.gumbel, trees)
-
-    log_probs, played, visits, q = decide(BOARDS["4x4"])
-    other_log_probs, other_played, other_visits, other_q = decide(dataclasses.replace(BOARDS["4x4"], **smaller))
-    torch.testing.assert_close(log_probs.exp(), other_log_probs.exp(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(played, other_played, atol=1e-6, rtol=0)
-    torch.testing.assert_close(q, 100 * other_q)
-    assert torch.equal(visits, other_visits)
-    assert log_probs.exp().amax(1).median() > 0.9, "beta is no weak one"
 
 
 HALVING = [  # considered actions, simulations, visits of the action that is due
@@ -764,37 +702,6 @@ def test_every_node_holds_what_rules_and_networks_say(changes):
     assert checked > 100 and ended > 5, "trees grew, and into the end of games"
 
 
-@pytest.mark.parametrize("in_tree", [True, False])
-def test_another_way_to_infer_serves_the_search_too(in_tree, monkeypatch):
-    """With `infer` nothing else is asked: for the policy, at the root and at every node"""
-    state = make_state(infer_in_tree=in_tree)
-    infer_opponents = hop.infer_opponents
-    calls = []
-
-    def infer(*given):
-        calls.append(given)
-        belief = infer_opponents(*given)
-        return belief._replace(goals=torch.full_like(belief.goals, 7.0))
-
-    def refuse(*given):
-        raise AssertionError("infer_opponents was asked")
-
-    monkeypatch.setattr(hop, "infer_opponents", refuse)
-    _, outputs, _, searches = play(state, 2, infer=infer)
-    assert (outputs["goals"] == 7).all()
-    simulations = state.args.num_simulations
-    nodes = 1 + 2 * simulations if in_tree else 0  # each new node: before and after the step
-    assert len(calls) == 3 + 2 * nodes
-    for search in searches:
-        assert (search.belief.goals == 7).all()
-        check = NodeCheck(search, 1)
-        goals = search.for_trees(search.belief.goals)
-        given = check.views, check.clock, check.position.last_joint, goals
-        *_, value = hop.evaluate_policy(search.args, search.networks.policy, *given)
-        alive = check.known & ~search.tree.ended[:, 1]
-        torch.testing.assert_close(search.tree.value[:, 1][alive], value.flatten()[alive])
-
-
 def test_a_bonus_counts_in_the_tree(monkeypatch):
     """Real steps, imagined ones and those of a search go through shape_reward"""
 
@@ -912,40 +819,6 @@ def test_each_co_player_pursues_its_own_subgoal(name):
     other = torch.stack([expected[1 - j, :, :, j] for j in range(k)], 2)
     assert (own - other).abs().amax() > 0.3, "another's subgoal would be noticed"
     torch.testing.assert_close(ours, own, atol=0.1, rtol=0)
-
-
-def places_drawn(tree, node):
-    """[T, K]: the middle of the stretch of [0, 1) of the action that each co-player drew on the way here, minus 1/2:
-    with mean 0, whatever was drawn elsewhere"""
-    parent = (tree.child == node).any(2).int().argmax(1)
-    probs = tree.opponent_probs[torch.arange(len(parent)), parent]  # [T, K, A]
-    action = tree.position.last_joint[:, node, 1:, None]
-    middle = probs.cumsum(2).gather(2, action) - probs.gather(2, action) / 2
-    return middle[..., 0] - 0.5
-
-
-def test_co_players_draw_their_actions_independently():
-    """Of each other, in each simulation, tree and decision"""
-    search = many_trees("discrete")
-    tree = search.tree
-    present = search.belief.present
-    shape = (*present.shape[:2], NUM_TREES)
-    first = places_drawn(tree, 1).unflatten(0, shape)  # [M, E, trees, K]
-    second = places_drawn(tree, 2).unflatten(0, shape)
-    searched = (~tree.ended[:, 0]).unflatten(0, shape)[..., None] & present[:, :, None]
-    pairs = {
-        "co-players": (first[..., 0], first[..., 1], searched.all(3)),
-        "simulations": (first, second, searched),
-        "trees": (first, first.roll(1, 2), searched),
-        "games": (first, first.roll(1, 1), searched & searched.roll(1, 1)),
-        "learners": (first, first.roll(1, 0), searched & searched.roll(1, 0)),
-    }
-    assert first[searched].std() > 0.15
-    for name, (one, other, counts) in pairs.items():
-        one = one[counts]
-        other = other[counts]
-        correlation = (one * other).mean() / (one.square().mean() * other.square().mean()).sqrt()
-        assert counts.sum() > 1000 and correlation.abs() < 0.1, (name, correlation)
 
 
 def test_gumbel_noise_belongs_to_the_decision():
@@ -1128,43 +1001,9 @@ def test_hop_learns_from_the_prey_that_was_taken(ahead):
     assert torch.equal(losses["moa"], losses["loss"])
 
 
-def test_hop_reads_the_state_alone():
-    """Neither policy nor value change with what was done before; those of HOP+ do"""
-    for method, changes in (("hop", False), ("hopplus-mcts", True)):
-        state = make_state(method=method, planner="none", num_envs=3)
-        steps, outputs, *_ = play(state, 4)
-        last_joint = steps.last_joint[:, 3]
-        goals = outputs["goals"][:, 3]
-        views = hop.entity_views(state.games.env, steps.board[:, 3], steps.walls[:, 3])
-        situation = state.args, state.networks.policy, views, steps.time[:, 3] / CONFIG.final_time
-        *_, log_probs, value = hop.evaluate_policy(*situation, last_joint, goals)
-        *_, other_log_probs, other_value = hop.evaluate_policy(*situation, 6 - last_joint, goals)
-        assert torch.equal(log_probs, other_log_probs) != changes
-        assert torch.equal(value, other_value) != changes
-
-
 def make_batch(state, steps, outputs):
     samples = hop.real_samples(state.args, state.args.config, steps, outputs)
     return hop.make_ppo_batch(state.args, samples, real=True)
-
-
-def test_hop_values_are_learned_from_monte_carlo_returns():
-    state = make_state(method="hop", num_envs=12, planner="none")
-    steps, outputs, *_ = play(state, 14)
-    returns = make_batch(state, steps, outputs)["returns"].view(3, 14, 12)
-    left = who_left(steps, CONFIG)
-    present = steps.board[..., 0] < CONFIG.num_cells
-    compared = 0
-    for m, e in np.ndindex(3, 12):
-        expected = None  # from the end of the rollout on, as long as the game does not end
-        for t in reversed(range(14)):
-            if steps.done[m, t, e] or left[m, t, e, 0]:
-                expected = 0.0
-            if expected is not None and present[m, t, e]:
-                expected = float(steps.reward[m, t, e]) + state.args.gamma * expected
-                assert returns[m, t, e].item() == pytest.approx(expected, abs=1e-4)
-                compared += 1
-    assert compared > 200
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1243,36 +1082,6 @@ def cross_entropy(state, batch):
     return weighted_mean(loss, batch["weight"])
 
 
-@pytest.mark.parametrize("script", [hop, ppo])
-def test_the_value_loss_is_that_of_the_samples_that_the_critic_reads(script):
-    generator = seeded(2)
-    new_value, returns, old_value = torch.randn(3, 2, 50, generator=generator)
-    zeros = torch.zeros(2, 50)
-    ones = torch.ones(2, 50)
-    minibatch = {
-        "inputs": zeros,
-        "legal": zeros,
-        "action": zeros.long(),
-        "log_prob": zeros,
-        "log_probs": zeros[..., None],
-        "advantage": zeros,
-        "returns": returns,
-        "value": old_value,
-        "weight": ones,
-        "critic_weight": (torch.rand(2, 50, generator=generator) < 0.7).float(),
-        "distilled": zeros,
-        "real": ones,
-    }
-    args = script.make_args("ppo", "cpu", ent_coef=0.0)
-    loss, metrics = script.ppo_loss(args, lambda inputs, legal: (torch.zeros(2, 50, 7), new_value), minibatch)
-    for m in range(2):
-        counts = minibatch["critic_weight"][m] > 0
-        error = new_value[m][counts] - returns[m][counts]
-        expected = 0.5 * error.square().mean()
-        torch.testing.assert_close(metrics["losses/value_loss"][m], expected)
-        torch.testing.assert_close(loss[m], args.vf_coef * expected)
-
-
 ONCE = {"update_epochs": 1, "num_minibatches": 1}
 NO_STEP = {**ONCE, "learning_rate": 1e-12}
 
@@ -1309,26 +1118,6 @@ def test_the_policy_learns_what_the_search_found():
     assert all(value.isfinite().all() for value in metrics.values())
 
 
-def test_ppo_compares_with_what_was_played_by():
-    state = make_state(num_envs=8, policy_loss="ppo")
-    batch = real_batch(state)
-    assert (batch["distilled"] == 0).all()
-    _, metrics = learned(state, batch, **NO_STEP)
-    with torch.no_grad():
-        log_probs, _ = state.networks.policy(batch["inputs"], batch["legal"])
-    weight = batch["weight"]
-    action = batch["action"].long()[..., None]
-    log_ratio = (log_probs - batch["log_probs"]).gather(2, action)[..., 0]
-    ratio = log_ratio.exp()
-    advantage = batch["advantage"] - weighted_mean(batch["advantage"], weight)[:, None]
-    deviation = weighted_mean(advantage.square(), weight).sqrt()
-    advantage = advantage / (deviation[:, None] + 1e-8)
-    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    torch.testing.assert_close(metrics["losses/policy_loss"], -weighted_mean(gain, weight), atol=1e-4, rtol=1e-4)
-    assert (metrics["losses/approx_kl"] > 1e-3).all()
-    assert (metrics["losses/distill"] == 0).all()
-
-
 NO_MODELS = {"wm_updates": 0, "subgoal_updates": 0}  # are trained
 
 
@@ -1353,9 +1142,6 @@ def test_imagined_samples_are_never_distilled(monkeypatch):
     other, _ = learned(state, changed, **ONCE)
     actor = [name for name in after if "actor" in name]
     assert any((after[name] != other[name]).any() for name in actor), "PPO still learns from them"
-    changed = {**batch, "advantage": torch.where(real, 100.0, batch["advantage"])}
-    other, _ = learned(state, changed, **ONCE)
-    assert same_weights(after, other), "without a look at what is distilled"
 
 
 def test_search_metrics_count_only_learners_on_the_board():
@@ -1394,38 +1180,6 @@ def test_without_search_it_has_the_other_scripts_defaults(method, device):
     assert ours["planner"] == "none"
     for name in theirs.keys() - {"exp_name"}:
         assert ours[name] == theirs[name], name
-
-
-def test_defaults_of_the_methods_that_search():
-    for method in ("hopplus-mcts", "hop"):
-        args = hop.make_args(method, "cpu")
-        assert args.num_envs == 64
-        assert args.total_timesteps == 40_000
-        assert args.imagination_horizon == 8
-        assert args.subgoal_updates == 2
-        assert args.planner == "mcts"
-        assert not args.imagination
-        assert hop.validate(args)
-    published = {
-        "method": "hop",
-        "subgoals": "hop",
-        "goal_kind": "discrete",
-        "goal_dim": 2,
-        "num_trees": 5,
-        "search_model": "env",
-        "search_prior": 0.0,
-        "pretraining_updates": 0,
-        "offline_ratio": 0.0,
-        "gae_lambda": 1.0,
-        "ent_coef": 0.0,
-        "history_reset_prob": 0.0,
-    }
-    for kind in ("cpu", "cuda"):
-        ours = hop.Args(**hop.DEFAULTS["hopplus-mcts", kind])
-        theirs = hop.Args(method="hop", **hop.DEFAULTS["hop", kind])
-        assert theirs == dataclasses.replace(ours, **published)
-    assert hop.parse_args(["--device", "cpu"]).method == "hopplus-mcts"
-    assert hop.make_args().exp_name == "hopplus_mcts"
 
 
 SHORT = {"num_steps": 4, "total_timesteps": 32, "pretraining_updates": 2, "num_simulations": 4}  # two iterations
@@ -1510,33 +1264,6 @@ def test_variants_run_and_log_what_the_search_does(changes, tmp_path):
     assert len(rows) == 2
 
 
-def test_hop_sees_no_rule_based_games(tmp_path, monkeypatch):
-    pretrain = hop.pretrain
-    pretrained = []
-
-    def keep(args, *given):
-        pretrained.append(args.method)
-        return pretrain(args, *given)
-
-    monkeypatch.setattr(hop, "pretrain", keep)
-    flags = {
-        **SHORT,
-        "total_timesteps": 16,
-        "learning_rate": 1e-12,
-        "subgoal_learning_rate": 1e-12,
-        "pretraining_updates": 0,
-    }
-    for method in ("hop", "hopplus-mcts"):
-        watches = method == "hopplus-mcts"
-        final = run(tmp_path / method, method=method, **flags)
-        state = torch.load(final["checkpoint"])["states"][0]
-        moa = state["networks"]["moa"]["encoder.table"]
-        assert ("watched" in state) == watches
-        alike = torch.allclose(moa[0], moa[1])
-        assert alike == watches, "each learner has its own MOA from the start, or a copy of one"
-    assert pretrained == ["hopplus-mcts"]
-
-
 @pytest.mark.parametrize("changes", [{}, {"method": "hop"}], ids=["hopplus-mcts", "hop"])
 def test_resumed_run_is_the_same_bit_for_bit(changes, tmp_path, monkeypatch):
     save = Run.save
@@ -1583,30 +1310,6 @@ FUSED_WAYS = {
 }
 
 
-def test_fused_functions_are_looked_up_when_they_are_called(monkeypatch):
-    """--compile puts others in their places: nobody keeps those that were there before"""
-    called = set()
-
-    def counted(function):
-        @functools.wraps(function)
-        def call(*given, **named):
-            called.add(function.__name__)
-            return function(*given, **named)
-
-        return call
-
-    for function in hop.FUSED:
-        monkeypatch.setattr(hop, function.__name__, counted(function))
-    for changes in FUSED_WAYS.values():
-        state = make_state(**NO_MODELS, **changes)
-        hop.watch_rule_based(state)
-        hop.train_iteration(state)
-    assert called == {function.__name__ for function in hop.FUSED}
-    functions = [x for x in vars(hop).values() if inspect.isfunction(x)]
-    defaults = [default for function in functions for default in function.__defaults__ or ()]
-    assert not any(callable(default) for default in defaults)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("changes", FUSED_WAYS.values(), ids=FUSED_WAYS)
 def test_a_compiled_search_plays_the_same_games(changes, tmp_path):
@@ -1628,13 +1331,3 @@ def test_captured_iterations_equal_eager_ones(changes, tmp_path):
     eager = run(tmp_path / "eager", cudagraphs=False, **flags)
     captured = run(tmp_path / "captured", cudagraphs=True, **flags)
     assert rows_of(eager) == rows_of(captured)
-
-
-def test_imagination_of_those_who_search_stops_at_the_horizon(monkeypatch):
-    state, measure = make_state(imagination=True, ppo_real_ratio=0.2, **NO_MODELS), hop.measure_horizon
-    hop.watch_rule_based(state)
-    horizons = torch.tensor([0, 2, 4])
-    monkeypatch.setattr(hop, "measure_horizon", lambda *given: (horizons, measure(*given)[1]))
-    weight = hop.train_iteration(state)["imagined"]["weight"].unflatten(1, (4, -1))  # [M, h, n]
-    for m, horizon in enumerate(horizons.tolist()):
-        assert (weight[m] > 0).any(1).tolist() == [k < horizon for k in range(4)]
