@@ -70,23 +70,6 @@ from matplotlib.figure import Figure
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-NEEDS = (
-    "make_train_state",
-    "capture",
-    "imagine",
-    "make_ppo_batch",
-    "real_samples",
-    "ppo_update",
-    "opponent_model_losses",
-    "train_opponent_models",
-    "measure_horizon",
-    "train_iteration",
-    "Adam",
-    "Transitions",
-    "history_decay",
-    "history_after_game",
-    "learner_mask",
-)
 SHORT = {
     "NS": "nearest_stag",
     "NH": "nearest_hare",
@@ -171,10 +154,10 @@ class Args(RunFlags, AdaptFlags):
 def parse_args(words: list[str]) -> Args:
     defaults = {} if torch.cuda.is_available() else ON_CPU
     groups = {"run": RunFlags, "adaptation": AdaptFlags}
-    return runs.parse_args(words, Args, groups, NEEDS, load=load_run, **defaults)
+    return runs.parse_args(words, Args, groups, load=load_run, **defaults)
 
 
-def load_run(args: Args, words: list[str], needs: tuple[str, ...]) -> Run:
+def load_run(args: Args, words: list[str]) -> Run:
     if gru.is_gru(args.path):
         game.refuse(args.references, "--references are not for a run of ppo_gru.py: use --no-references")
         game.refuse(args.script is not None, f"--script {args.script} is not for a run of ppo_gru.py")
@@ -182,7 +165,7 @@ def load_run(args: Args, words: list[str], needs: tuple[str, ...]) -> Run:
         gru.check_seeds(run)
         return run
     game.refuse(bool(args.other_seeds), f"PATHS: only runs of ppo_gru.py have several: {args.other_seeds}")
-    return runs.load_run(args, words, needs)
+    return runs.load_run(args, words)
 
 
 def co_player_sets(args: Args) -> dict[str, tuple[str, ...]]:
@@ -245,13 +228,9 @@ def seat_learned(args: Args, seats: Seats, tables: list) -> Seats:
 
 def first_boards(run: Run, index: list[int], count: int = 1024):
     """Transitions [M, count, ...]: first boards of games that learner index[m] has in its replay"""
-    try:
-        replay = run.script.Transitions(**run.checkpoint["states"][0]["games"]["replay"]["data"])
-        filled = replay.board.any(4)  # not so where nothing came in yet: all on cell 0
-        begins = (replay.time == 0) & filled  # [rollouts, M, T, E]
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, IndexError):
-        begins = None
-    game.refuse(begins is None, f"{run.path}: its replay holds no games to imagine from")
+    replay = run.script.Transitions(**run.checkpoint["states"][0]["games"]["replay"]["data"])
+    filled = replay.board.any(4)  # not so where nothing came in yet: all on cell 0
+    begins = (replay.time == 0) & filled  # [rollouts, M, T, E]
     pools = []
     for m in range(begins.shape[1]):
         places = begins[:, m].nonzero()

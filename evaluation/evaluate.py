@@ -11,8 +11,8 @@ checkpoint's. Beside the checkpoint: `evaluation_<seats>.csv` and `.gif`; `_moa.
 if the run has a MOA (see moa.py), `_world_model.csv` if it has a world model (see world_model.py). Who searches has the
 planner in the name.
 
-All tools of this folder load the script that made the checkpoint, or an edited copy of it. What a copy must keep stands
-in `NEEDS`, a tuple in `runs.py` for all tools and one in each tool that calls more.
+All tools of this folder load the script that made the checkpoint, or an edited copy of it, which must keep what they
+call.
 """
 
 import dataclasses
@@ -26,8 +26,6 @@ from evaluation import inspector, moa, runs, world_model
 from evaluation.runs import Run, RunFlags
 
 import tyro
-
-NEEDS = moa.NEEDS + world_model.NEEDS
 
 
 @dataclasses.dataclass
@@ -47,10 +45,7 @@ class Args(RunFlags, EvaluateFlags):
 
 
 def parse_args(words: list[str]) -> Args:
-    needs = NEEDS
-    if "--inspect" in words:
-        needs += inspector.NEEDS
-    return runs.parse_args(words, Args, {"run": RunFlags, "evaluation": EvaluateFlags}, needs)
+    return runs.parse_args(words, Args, {"run": RunFlags, "evaluation": EvaluateFlags})
 
 
 def film(run: Run, state, path: Path, games: int = 3) -> None:

@@ -20,13 +20,6 @@ from evaluation.runs import Run
 
 import torch
 
-NEEDS = (
-    "perceive",
-    "infer_opponents",
-    "update_history",
-    "exited",
-)
-
 # ---- Which runs
 
 
@@ -41,7 +34,7 @@ def load_others(texts: tuple[str, ...], device: str, config: game.StagHuntConfig
             run = gru.load_run([checkpoint], device)
             method = "gru"
         else:
-            run = runs.load_run(runs.RunFlags(path=str(checkpoint), device=device), [], NEEDS)
+            run = runs.load_run(runs.RunFlags(path=str(checkpoint), device=device), [])
             method = run.args.method
         check_board(text, run.args.config, config)
         if name is None:

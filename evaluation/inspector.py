@@ -30,17 +30,6 @@ import tyro
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-NEEDS = (
-    "entity_views",
-    "infer_opponents",
-    "predict_actions",
-    "evaluate_policy",
-    "predict_step",
-    "co_players",
-    "goal_noise",
-    "goal_mean",
-    "history_decay",
-)
 TEMPLATE = Path(__file__).resolve().parent / "inspector.html"
 ABOUT_OTHERS = ("moa", "goal", "without", "memory")  # one entry for each co-player
 SEARCHED = ("visits", "q", "played", "search")  # what a script that searches adds to the outputs of a rollout
@@ -74,7 +63,7 @@ class Args(RunFlags, InspectFlags):
 
 
 def parse_args(words: list[str]) -> Args:
-    return runs.parse_args(words, Args, {"run": RunFlags, "inspection": InspectFlags}, NEEDS)
+    return runs.parse_args(words, Args, {"run": RunFlags, "inspection": InspectFlags})
 
 
 # ---- Games

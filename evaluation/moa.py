@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-NEEDS = ("entity_views", "infer_opponents", "predict_actions", "goal_noise")
 PLACES = 64  # games at once, per seed
 
 

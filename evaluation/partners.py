@@ -26,8 +26,6 @@ import numpy as np
 import torch
 import tyro
 
-NEEDS = ("infer_opponents", "history_decay")
-
 
 @dataclasses.dataclass
 class PartnersFlags:
@@ -170,7 +168,7 @@ def load_run(args: Args, paths: list[Path]) -> Run:
     others = {path.resolve() for path in paths} - {paths[0].resolve()}
     game.refuse(bool(others), f"PATHS: only runs of ppo_gru.py have several: {args.paths}")
     flags = runs.RunFlags(path=str(paths[0]), script=args.script, device=args.device)
-    return runs.load_run(flags, [], NEEDS)
+    return runs.load_run(flags, [])
 
 
 def main(args: Args) -> dict[str, float]:

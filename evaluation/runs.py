@@ -1,7 +1,6 @@
 """What all tools of this folder share: a run is loaded, its learners are seated, games are played and counted.
 
-A run is loaded with the script that made it, or with an edited copy. A copy must keep what NEEDS names here and in the
-tool that loads it.
+A run is loaded with the script that made it, or with an edited copy, which must keep what the tools call.
 """
 
 import csv
@@ -24,16 +23,6 @@ import torch
 import tyro
 
 ROOT = Path(game.__file__).resolve().parent
-NEEDS = (
-    "Args",
-    "GROUPS",
-    "make_args",
-    "validate",
-    "Games",
-    "make_networks",
-    "seed_everything",
-    "rollout",
-)
 FROZEN = {  # flags of a learner that is only looked at
     "compile": False,
     "history_reset_prob": 0.0,
@@ -82,18 +71,17 @@ class RunFlags:
 # ---- Loading
 
 
-def parse_args(words: list[str], args_type, groups: dict, needs: tuple[str, ...] = (), load=None, **defaults):
-    """A tool's own flags, and the run that they name; needs: what the tool calls of the script; load:
-    another load_run"""
+def parse_args(words: list[str], args_type, groups: dict, load=None, **defaults):
+    """A tool's own flags, and the run that they name; load: another load_run"""
     end = words.index("--") if "--" in words else len(words)
     args = game.parse(args_type, groups, args_type(**defaults), words[:end])
     game.check_ranges(args)
     load = load or load_run
-    args.run = load(args, words[end + 1 :], needs)
+    args.run = load(args, words[end + 1 :])
     return args
 
 
-def load_run(args, words: list[str], needs: tuple[str, ...] = ()) -> Run:
+def load_run(args, words: list[str]) -> Run:
     """The checkpoint, its script, and its flags changed by `words`"""
     device = game.resolve_device(args.device)
     path = game.find_checkpoint(args.path)
@@ -103,7 +91,7 @@ def load_run(args, words: list[str], needs: tuple[str, ...] = ()) -> Run:
     script_path = ROOT / Path(made_by["name"]).name
     if args.script is not None:
         script_path = Path(args.script)
-    script = load_script(script_path, made_by, needs)
+    script = load_script(script_path, made_by)
     checkpoint = game.load_checkpoint(path, content["format"])
     flags = load_flags(path, checkpoint["args"], script, args.device, check=not words)
     if words:
@@ -143,7 +131,7 @@ def load_flags(path: Path, saved: dict, script: ModuleType, device: str, check: 
     return flags
 
 
-def load_script(path: Path, made_by: dict, needs: tuple[str, ...] = ()) -> ModuleType:
+def load_script(path: Path, made_by: dict) -> ModuleType:
     if not path.is_file():
         raise game.UserError(f"there is no {path}; the checkpoint was made by {made_by['name']}: --script FILE")
     game.refuse(path.suffix != ".py", f"--script {path} is no Python file: its name must end in .py")
@@ -152,13 +140,7 @@ def load_script(path: Path, made_by: dict, needs: tuple[str, ...] = ()) -> Modul
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # where its dataclasses look for their module
-    try:
-        spec.loader.exec_module(script)
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}"
-        raise game.UserError(f"--script {path} cannot be read: {error.msg} ({where})") from error
-    missing = [name for name in dict.fromkeys(NEEDS + needs) if not hasattr(script, name)]
-    game.refuse(bool(missing), f"--script {path} has no {', '.join(missing)}")
+    spec.loader.exec_module(script)
     return script
 
 

@@ -25,7 +25,6 @@ import torch
 import tyro
 from torch.nn import functional as F
 
-NEEDS = ("exited",)
 GAMES_EACH = 3  # in each place, after the first; 4 * final_time steps hold at least these
 PREY = {"nothing": "#999999", "stag": "#D55E00", "hare": "#0072B2"}  # and their colours
 
@@ -49,7 +48,7 @@ class Args(RunFlags, SubgoalFlags):
 
 
 def parse_args(words: list[str]) -> Args:
-    return runs.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags}, NEEDS)
+    return runs.parse_args(words, Args, {"run": RunFlags, "subgoals": SubgoalFlags})
 
 
 def others_exited(run: Run, transitions) -> torch.Tensor:

@@ -27,7 +27,6 @@ from evaluation.runs import Run, Seated, play, write_csv
 import torch
 import tyro
 
-NEEDS = ("predict_step", "learner_mask", "Games", "seed_everything")
 STEPS_AHEAD = 20
 SHOWN = (1, 5, 10, 20)
 STARTS = 16  # in each place

@@ -89,7 +89,7 @@ def test_decisions(tmp_path, monkeypatch, capsys):
 
 def test_all_flags_of_all_cases_are_understood(monkeypatch):
     for module in (evaluation_runs, adapt):
-        monkeypatch.setattr(module, "load_run", lambda args, words, needs: None)  # there is no run
+        monkeypatch.setattr(module, "load_run", lambda args, words: None)  # there is no run
     found = {(f"hopplus_{script}.py", flags) for cases in speed.CASES.values() for script, flags in cases.values()}
     for script, flags, values in speed.GROWTH.values():
         found |= {(f"hopplus_{script}.py", f"{flags} {max(values[device])}") for device in values}

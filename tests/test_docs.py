@@ -192,7 +192,7 @@ def test_the_command_is_understood(command, monkeypatch):
     """Also the flags after --, which are another script's"""
     script, *words = command
     for module in (runs, adapt):
-        monkeypatch.setattr(module, "load_run", lambda args, words, needs: None)  # there is no run
+        monkeypatch.setattr(module, "load_run", lambda args, words: None)  # there is no run
     if "--help" in words:
         return
     if "--resume" in words:
