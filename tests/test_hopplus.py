@@ -221,6 +221,11 @@ def test_what_is_predicted_is_what_the_loss_finds_most_likely():
 # Rollout
 
 
+def test_deals_and_who_sits_where_come_from_other_random_numbers():
+    state = make_state(seats="learner,mixed,mixed")
+    assert state.games.env.generator.initial_seed() != torch.initial_seed()
+
+
 def places(args):
     """(learner, row) -> (game, seat), in plain Python"""
     names, found = seats_table(args.seats, 3), {}

@@ -821,6 +821,21 @@ def test_each_co_player_pursues_its_own_subgoal(name):
     torch.testing.assert_close(ours, own, atol=0.1, rtol=0)
 
 
+def test_co_players_draw_their_subgoals_independently():
+    """Of each other, in each tree: over the trees of a decision, what one pursues says nothing about the other"""
+    search = many_trees("continuous")
+    moa = search.networks.moa
+    read = []
+    said = search.networks._replace(moa=lambda *inputs: (read.append(inputs[3]), moa(*inputs))[1])
+    search.run(networks=said)
+    games, k = search.belief.present.shape[1:]
+    goal = read[0].unflatten(1, (games, NUM_TREES, k))  # at the root, [M, E, trees, K, D]
+    goal = goal - goal.mean(2, keepdim=True)
+    one, other = goal.unbind(3)
+    correlation = (one * other).mean(2) / (one.square().mean(2) * other.square().mean(2)).sqrt()
+    assert (correlation.abs() < 0.2).all()
+
+
 def test_gumbel_noise_belongs_to_the_decision():
     """All its trees have the same, drawn so that the first action follows the policy; each decision has its own"""
     state = make_state(num_envs=500, root="gumbel", num_trees=2, num_simulations=1, search_model="env")
