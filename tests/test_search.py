@@ -1197,6 +1197,16 @@ def test_without_search_it_has_the_other_scripts_defaults(method, device):
         assert ours[name] == theirs[name], name
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_hop_is_the_published_one_everywhere(device, monkeypatch):
+    monkeypatch.setattr(hop.game, "resolve_device", torch.device)
+    args = hop.make_args("hop", device)
+    assert (args.subgoals, args.goal_kind, args.goal_dim, args.imagination) == ("hop", "discrete", 2, False)
+    assert (args.planner, args.search_model, args.num_trees, args.search_prior) == ("mcts", "env", 5, 0)
+    assert (args.pretraining_updates, args.offline_ratio, args.history_reset_prob) == (0, 0, 0)
+    assert (args.gae_lambda, args.ent_coef) == (1, 0)
+
+
 SHORT = {"num_steps": 4, "total_timesteps": 32, "pretraining_updates": 2, "num_simulations": 4}  # two iterations
 
 
