@@ -1197,7 +1197,7 @@ def test_without_search_it_has_the_other_scripts_defaults(method, device):
         assert ours[name] == theirs[name], name
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])  # which need not be there
 def test_hop_is_the_published_one_everywhere(device, monkeypatch):
     monkeypatch.setattr(hop.game, "resolve_device", torch.device)
     args = hop.make_args("hop", device)
