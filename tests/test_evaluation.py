@@ -24,7 +24,7 @@ from evaluation import (
     runs,
     subgoals,
 )
-from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig, StagHuntEnv
+from stag_hunt_env import HUNT_HARE, STAY, StagHuntConfig
 
 import numpy as np
 import pytest
@@ -68,13 +68,6 @@ def no_pictures(monkeypatch):
     """Of MOA: see test_moa.py"""
     monkeypatch.setattr(evaluate, "film", lambda run, state, path: path.touch())
     monkeypatch.setattr(moa, "draw", lambda path, *_: Path(path).touch())
-
-
-def edited(path, change, name="edited.pt"):
-    checkpoint = torch.load(path, weights_only=True)
-    change(checkpoint)
-    write_checkpoint(path.parent / name, checkpoint)
-    return path.parent / name
 
 
 def untrained(folder, method="ppo", stays=None, seed=1, script=hopplus_ppo, **changes):
@@ -133,12 +126,6 @@ def equal(a, b):
 # Loading
 
 
-def test_no_tool_stands_in_the_way_of_the_standard_library():
-    """Whoever runs a script of a folder finds the others of it where Python looks for modules"""
-    names = {path.stem for folder in ("evaluation", "benchmarks") for path in (ROOT / folder).glob("*.py")}
-    assert {"inspector", "speed"} <= names and not names & sys.stdlib_module_names
-
-
 def test_a_checkpoint_and_the_folders_of_all_seeds_give_the_same(run):
     words = ["--games", 4, "--seats", "learner,random,nearest_hare"]
     first, second, checkpoint = (call(evaluate, path, *words) for path in (*run, run[0] / "checkpoint.pt"))
@@ -181,19 +168,6 @@ def test_an_edited_copy_is_loaded_and_said_to_be_one(folder, tmp_path, capsys):
     assert said.count("\n") == 1 and f"{copy} is not, or no longer, the hopplus_ppo.py that made" in said
     assert (here.run.script.__file__, there.run.script.__file__) == (str(ROOT / "hopplus_ppo.py"), str(copy))
     assert evaluate.main(here) != evaluate.main(there), "more decided"
-
-
-def test_flags_missing_unknown_and_after_the_dashes(folder, capsys):
-    def change(checkpoint):
-        del checkpoint["args"]["gamma"]
-        checkpoint["args"] |= {"long_gone": 3, "vf_coef": 0.125}
-
-    path = edited(folder / "checkpoint.pt", change)
-    args = read(evaluate, path).run.args
-    assert (args.gamma, args.vf_coef, args.policy_hidden) == (hopplus_ppo.make_args("hopplus", "cpu").gamma, 0.125, 16)
-    assert capsys.readouterr().out.splitlines() == [f"ignored, {ROOT / 'hopplus_ppo.py'} has no such flags: long_gone"]
-    args = read(evaluate, path, "--games", 3, "--", "--gamma", "0.5", "--no-anneal-lr")
-    assert (args.games, args.run.args.gamma, args.run.args.anneal_lr, args.run.args.vf_coef) == (3, 0.5, False, 0.125)
 
 
 def error_of(module, *words):
@@ -253,16 +227,6 @@ def test_seats_modes_and_runs_that_do_not_fit_are_named(run, small, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
-class Forbidden:
-    """Opened by pickle, it makes a file"""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 def refusal(function, *given):
     """The sentence that it refuses with"""
     with pytest.raises(game.UserError) as error:
@@ -275,23 +239,23 @@ def load(path):
     return runs.load_run(evaluate.Args(path=str(path), device="cpu"), [])
 
 
-def evaluate_path(path):
-    evaluate.main(evaluate.Args(path=str(path), run=load(path)))
-
-
 def partners_of(path):
     partners.main(partners.Args(paths=(str(path),), device="cpu"))
 
 
 def test_what_is_no_checkpoint_is_named(small, tmp_path):
-    """Also one that would run code"""
-    torch.save({"format": "ppo-gru-2", "more": Forbidden(tmp_path / "made")}, tmp_path / "forbidden.pt")
-    (tmp_path / "text.pt").write_text("to be or not to be")
+    """Also one with an object, which might run code"""
+    torch.save({"format": "ppo-gru-2", "more": Path("x")}, tmp_path / "object.pt")
     (tmp_path / "cut.pt").write_bytes(small.read_bytes()[:500])
-    for use in (evaluate_path, partners_of):
-        for name in ("forbidden.pt", "text.pt", "cut.pt", "missing.pt", "."):
+    for use in (load, partners_of):
+        for name in ("object.pt", "cut.pt", "missing.pt"):
             assert str(tmp_path / name) in refusal(use, tmp_path / name), name
-    assert not (tmp_path / "made").exists()
+
+
+def test_flags_after_the_dashes_are_the_script_s(small):
+    args = read(evaluate, small, "--games", 3, "--", "--gamma", "0.5", "--no-anneal-lr")
+    assert (args.games, args.run.args.gamma, args.run.args.anneal_lr) == (3, 0.5, False)
+    assert args.run.args.policy_hidden == 16, "the others are the checkpoint's"
 
 
 TOOLS = {  # and a file that each of them writes beside the checkpoint, with its words
@@ -361,26 +325,11 @@ def test_the_first_games_of_each_place_count(seats, tmp_path):
         assert float(row["stag_share"]) == pytest.approx(sum(stags) / 2)
 
 
-@functools.cache
-def alone_among_stayers(seat, games=4000):
-    """Mean return, and its standard error, of one who acts at random while the others stay"""
-    env = StagHuntEnv(CONFIG, games, seed=9)
-    state, total = env.initial_state(), torch.zeros(games)
-    for _ in range(CONFIG.final_time):
-        actions = torch.full((games, 3), STAY)
-        actions[:, seat] = game.sample(game.random_probs(env, state, seat), env.generator)
-        state, reward, *_ = env.transition(state, actions)
-        total += reward[:, seat]
-    return float(total.mean()), float(total.std()) / math.sqrt(games)
-
-
 def test_everybody_sits_where_it_learned(tmp_path):
     """Of seed 0 only the learner of seat 2 ever moves, of seed 1 nobody does."""
     path = untrained(tmp_path, stays=[True, True, False, True, True, True])
     found = call(evaluate, path, "--games", 512)
-    expected, error = alone_among_stayers(2)
-    assert expected > 0.15 and found["return/player_0"] == found["return/player_1"] == 0
-    assert abs(2 * found["return/player_2"] - expected) < 5 * error * math.sqrt(4000 / 512)
+    assert found["return/player_0"] == found["return/player_1"] == 0 and found["return/player_2"] > 0.05
     other = call(evaluate, path, "--games", 64, "--seats", "learner,waiting,noisy_hare")
     assert other["return/player_0"] == other["return/player_1"] == 0 and other["return/player_2"] > 0.6
     assert len(list(tmp_path.glob("evaluation_*.csv"))) == 2, "the second does not overwrite the first"
@@ -436,39 +385,19 @@ def test_two_seeds_give_an_interval_over_games_and_three_one_over_seeds():
     assert "over games" in runs.interval_text("games") and "over seeds" in runs.interval_text("seeds")
 
 
-def test_a_tool_says_at_its_end_what_it_wrote(folder, capsys):
-    one = "learner,mixed,mixed"
-    calls = {
-        evaluate: ["--games", 2],
-        subgoals: ["--games", 4, "--seats", one],
-        partners: ["--games-together", 2, "--places", 4, "--seats", one],
-    }
-    for tool, words in calls.items():
-        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-        capsys.readouterr()
-        call(tool, folder, *words)
-        lines = capsys.readouterr().out.splitlines()
-        said = {line.removeprefix("wrote ") for line in lines if line.startswith("wrote ")}
-        written = {str(path) for path in folder.iterdir() if path.stat().st_mtime_ns != before.get(path)}
-        assert said == written and lines[-1].startswith("wrote "), tool.__name__
-        assert any("±: 95 % interval over games" in line for line in lines) or tool is subgoals
-
-
 def test_the_interval():
     mean, half = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3 and half == pytest.approx(2.77645 * math.sqrt(2.5 / 5), rel=1e-5)
     assert runs.interval([4.0])[0] == 4 and math.isnan(runs.interval([4.0])[1])
 
 
-@pytest.mark.parametrize(("method", "words", "name"), [
-    ("hopplus", ["--planner", "mcts", "--num-simulations", "2"], "_mcts"), ("ppo", [], ""),
-])  # fmt: skip
-def test_a_run_without_search_is_evaluated_with_it(method, words, name, tmp_path):
-    path = untrained(tmp_path, method)
-    args = read(evaluate, path, "--games", 2, "--script", ROOT / "hopplus_mcts.py", "--", *words)
-    assert args.run.args.planner == (words[1] if words else "none") and args.run.args.policy_hidden == 16
+def test_a_run_without_search_is_evaluated_with_it(tmp_path):
+    path = untrained(tmp_path, "hopplus")
+    words = ["--script", ROOT / "hopplus_mcts.py", "--", "--planner", "mcts", "--num-simulations", 2]
+    args = read(evaluate, path, "--games", 2, *words)
+    assert args.run.args.planner == "mcts" and args.run.args.policy_hidden == 16
     assert all(0 <= value <= 5 for value in evaluate.main(args).values())
-    assert (tmp_path / f"evaluation_learner-learner-learner{name}.csv").exists()
+    assert (tmp_path / "evaluation_learner-learner-learner_mcts.csv").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -642,16 +571,6 @@ def test_intervals_are_over_training_seeds_and_dreamers_are_warned_of(folder, mo
     assert text in said.splitlines()[-2], "differences are paired"
     line = "test steps of each repetition, real ones beside the 32 that count: frozen 0, learning 34"
     assert said.splitlines()[-1] == line
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_without_a_gpu_an_adaptation_is_smaller(gpu, tmp_path, monkeypatch):
-    path = untrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    args = adapt.parse_args([str(path), "--device", "cpu", "--every", "50"])
-    found = args.repetitions, args.rounds, args.imagined_games, args.best_response_steps
-    assert found == ((20, 8, 128, 2_000_000) if gpu else (4, 4, 64, 800_000)) and args.every == 50
-    assert adapt.parse_args([str(path), "--device", "cpu", "--repetitions", "7"]).repetitions == 7
 
 
 def test_a_best_response_is_scored_in_new_games(tmp_path, monkeypatch):

@@ -33,12 +33,6 @@ def recurrent(folder, config=CONFIG):
     return path
 
 
-def refusal(*words):
-    with pytest.raises(game.UserError) as error:
-        adapt.main(read(adapt, *words))
-    return str(error.value)
-
-
 def table_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -55,35 +49,13 @@ def test_sets():
     assert four["D + A + B"] == ("D", "A", "B")
 
 
-def test_what_cannot_sit_there_is_refused(tmp_path):
+def test_who_was_trained_on_another_game_is_refused(tmp_path):
     path = untrained(tmp_path / "one", **SMALL)
     other = untrained(tmp_path / "other", **SMALL | {"config": dataclasses.replace(CONFIG, num_hares=2)})
-    three_players = untrained(tmp_path / "three")
-    learned = [path, *FAST, "--sets", "learned"]
-    before = set(tmp_path.rglob("*"))
-    assert refusal(*learned).startswith("--sets learned needs runs whose learners are the co-players")
-    assert refusal(path, "--others", path) == "--others are the co-players of --sets learned"
-    seats = ["--seats", "learner,random,random,random"]
-    assert refusal(*learned, "--others", path, *seats) == "--sets learned and --seats: choose one of them"
-    sentence = refusal(*learned, "--others", f"B={other}")
-    assert sentence == f"--others B={other}: it was trained on another game, with --num-hares 2 instead of 3"
-    assert "two runs are called ppo seed 1: name them" in refusal(*learned, "--others", path, path)
-    assert "two runs are called A" in refusal(*learned, "--others", f"A={path}", f"A={path}")
-    assert "random is what seats hold already" in refusal(*learned, "--others", f"random={path}")
-    assert "the name is missing" in refusal(*learned, "--others", f"={path}")
-    nowhere = tmp_path / "nowhere"
-    assert refusal(*learned, "--others", f"A={nowhere}").startswith(f"--others {nowhere}: there is no checkpoint")
-    sentence = refusal(three_players, "--sets", "learned", "--others", three_players)
-    assert sentence.startswith("--sets learned has 3 co-players, this game has 2")
-    assert set(tmp_path.rglob("*")) == before, "before anything is written"
-
-
-def test_names(tmp_path, monkeypatch):
-    path = untrained(tmp_path, "ppo-omg", seed=4, **SMALL)
-    path.rename(tmp_path / "a=b.pt")
-    monkeypatch.chdir(tmp_path)
-    others = frozen_players.load_others(("a=b.pt", f"X={tmp_path}/a=b.pt", f"Y={tmp_path / 'a=b.pt'}"), "cpu", CONFIG)
-    assert list(others) == ["ppo-omg seed 4", "X", "Y"]
+    with pytest.raises(game.UserError) as error:
+        adapt.main(read(adapt, path, *FAST, "--sets", "learned", "--others", f"B={other}"))
+    said = str(error.value)
+    assert said == f"--others B={other}: it was trained on another game, with --num-hares 2 instead of 3"
 
 
 @pytest.mark.parametrize("tf32", [True, False])

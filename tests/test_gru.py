@@ -301,37 +301,10 @@ def test_all_of_it_runs_on_a_gpu(tmp_path):
     torch.testing.assert_close(probs.sum(2), torch.ones(8, 3, device="cuda"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Wrong flags
-
-WRONG = {
-    "references": ("--references", "--references are not for a run of ppo_gru.py"),
-    "script": ("--script hopplus_ppo.py", "--script hopplus_ppo.py is not for a run of ppo_gru.py"),
-    "twice": ("", "the seeds must follow each other, not 3, 3"),
-    "width": ("-- --hidden 4", "is missing or is not that of"),
-    "players": ("-- --num-players 2 --seats learner,mixed", "is missing or is not that of"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_a_run_of_ppo_gru_cannot_do_is_refused(wrong, tmp_path):
-    words, sentence = WRONG[wrong]
-    paths = untrained(tmp_path)
-    if wrong == "twice":
-        paths = [paths[0], paths[0]]
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(game.UserError, match=sentence):
-        adapt.main(read(paths, words))
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_other_runs_have_one_path(tmp_path):
-    torch.save({"format": "of another script"}, tmp_path / "other.pt")
-    paths = [str(tmp_path / "other.pt"), *untrained(tmp_path)]
-    with pytest.raises(game.UserError, match=r"PATHS: only runs of ppo_gru.py have several: .*0.pt"):
-        read(paths)
-    with pytest.raises(game.UserError, match=r"other.pt is no checkpoint of ppo_gru.py: of another script"):
-        read(reversed(paths))
+def test_seeds_that_do_not_follow_each_other_are_refused(tmp_path):
+    path, _ = untrained(tmp_path)
+    with pytest.raises(game.UserError, match="the seeds must follow each other, not 3, 3"):
+        read([path, path])
 
 
 def test_flags_of_ppo_gru_can_be_changed(tmp_path):

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import math
 from pathlib import Path
 
 import hopplus_ppo
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import write_checkpoint
-from matplotlib.figure import Figure
 
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 TINY = {
@@ -181,13 +179,8 @@ def test_evaluate_writes_it_for_runs_with_models(method, changes, has_moa, has_w
     ends = {"_moa.csv": has_moa, "_moa_actions.csv": has_moa, "_moa.png": has_moa, "_world_model.csv": has_world}
     for end, wanted in ends.items():
         assert Path(start + end).exists() == wanted == (f"wrote {start}{end}" in said), end
-    assert ("MOA about" in said) == has_moa and ("world model, boards exact" in said) == has_world
     if not has_moa:
         return
-    lines = said.splitlines()
-    for title in ("MOA about", "recall", "precision"):
-        below = lines[[line.startswith(title) for line in lines].index(True) + 1 :]
-        assert below[0].startswith("nearest_hare") and "waiting" in below[1] + below[2], title
     rows = read_csv(Path(f"{start}_moa.csv"))
     assert [(row["kind"], row["seed"]) for row in rows] == [
         (kind, seed) for kind in ("nearest_hare", "waiting") for seed in ("all", "1", "2")
@@ -204,44 +197,6 @@ def test_evaluate_writes_it_for_runs_with_models(method, changes, has_moa, has_w
     stays = {row["kind"]: int(row["times"]) for row in rows if row["action"] == game.ACTION_NAMES[STAY]}
     assert hunts["nearest_hare"] > 0 == hunts["waiting"] and stays["waiting"] > 0
     assert Path(f"{start}_moa.png").stat().st_size > 5000
-    for row in rows:
-        done = int(row["times"]) > 0
-        assert math.isnan(float(row["recall"])) != done and (not done or 0 <= float(row["recall"]) <= 1)
-
-
-def test_a_network_that_is_switched_off_is_not_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "film", lambda run, state, path: None)
-    path = checkpoint(tmp_path, "hopplus")
-    evaluate.main(evaluate.parse_args([str(path), "--games", "2", "--device", "cpu", "--", "--no-imagination"]))
-    said = capsys.readouterr().out
-    assert "_moa.png" in said and "world model" not in said and "_world_model" not in said
-
-
-def test_the_picture_can_be_read(tmp_path, monkeypatch):
-    """A row for each kind, with titles and digits"""
-    drawn = []
-    monkeypatch.setattr(moa, "Figure", lambda *words, **named: drawn.append(Figure(*words, **named)) or drawn[-1])
-    action = torch.tensor([0, 0, 0, 0, 1])
-    probs = rows_of((1.0,), (1.0,), (1.0,), (0.0, 1.0), (0.0, 1.0))
-    ceiling = rows_of((1.0,), (1.0,), (1.0,), (1.0,), (1.0,))
-    zeros = torch.zeros(5, dtype=torch.int64)
-    kind = moa.judge(moa.Predictions(probs, ceiling, ceiling, action, zeros, zeros))
-    moa.draw(tmp_path / "picture.png", {"random": kind, "learner": kind})
-    axes = np.array(drawn[0].axes).reshape(2, 4)
-    for (of_moa, of_ceiling, recall, precision), name in zip(axes, ("random", "learner"), strict=True):
-        assert of_moa.get_title() == f"{name}: NLL 4.145 (ceiling 4.145)"
-        assert of_ceiling.get_title() == "top-1 0.800 (ceiling 0.800)"
-        assert (recall.get_title(), precision.get_title()) == (f"{name}: recall", f"{name}: precision")
-        assert f"what {name} did" in of_moa.get_ylabel() and of_moa.get_xlabel() == "MOA's likeliest action"
-        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in (of_ceiling, recall, precision))
-    digits = {tuple(text.get_position()): text for text in axes[0, 0].texts}
-    assert digits[0, 0].get_text() == "75%" and digits[1, 0].get_text() == "25%" and len(digits) == 3
-    assert [text.get_text() for text in axes[0, 1].texts] == ["100%", "100%"], "the ceiling guesses up"
-    assert [text.get_text() for text in axes[0, 2].texts] == ["0.75", "1.00"]
-    assert [text.get_text() for text in axes[0, 3].texts] == ["1.00", "0.50"]
-    (line,) = axes[0, 2].lines
-    assert line.get_xdata()[:2].tolist() == [1, 0], "its recall by its own probabilities"
-    assert min(text.get_fontsize() for axis in axes.flat for text in axis.texts) >= 10
 
 
 # ----------------------------------------------------------------------------------------
@@ -310,17 +265,3 @@ def test_the_world_model_is_asked_in_these_seats_and_with_rule_based_players(tmp
     ]
     assert [row["exact"] for row in rows[:4]] == ["0.75", "0.25", "1.0", "nan"]
     assert [row["stretches"] for row in rows[:4]] == ["16", "4", "16", "0"]
-
-
-def test_the_printed_recall_stands_above_that_of_the_ceiling(capsys):
-    probs = rows_of((0.7, 0.3), (0.7, 0.3), (0.2, 0.8))
-    ceiling = rows_of((1.0,), (0.0, 1.0), (0.0, 1.0))
-    kind = torch.zeros(3, dtype=torch.int64)
-    part = moa.Predictions(probs, ceiling, ceiling, torch.tensor([0, 1, 1]), kind, kind + 11)
-    kinds = {"random": moa.judge(part)}
-    for figure, own in (("recall", ["1.000", "0.500"]), ("precision", ["0.500", "1.000"])):
-        moa.print_actions(kinds, figure)
-        title, row, below = capsys.readouterr().out.splitlines()
-        assert title.split()[:3] == [figure, "up", "down"]
-        assert row.split() == ["random", *own, *"-----"]
-        assert below.split() == ["random,", "ceiling", "1.000", "1.000", *"-----"]
