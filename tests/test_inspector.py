@@ -1,12 +1,9 @@
 """evaluation/inspector.py: every number of the page is the script's, at its step, about its player."""
 
-import copy
 import dataclasses
 import functools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import hopplus_mcts
@@ -360,40 +357,6 @@ def eager_hunters(args, networks, belief, clock, noise):
     return probs.log().unflatten(1, (-1, CONFIG.num_players - 1))
 
 
-@pytest.mark.parametrize("case", ["hopplus", "partners", "none"])
-def test_goals_do_not_contradict_moa(case, load, monkeypatch):
-    """Who hunts a prey now, by MOA, hunts it first in at least as many samples"""
-    run = load(case)
-    monkeypatch.setattr(run.script, "predict_actions", eager_hunters)
-    data = inspector.inspect_run(run, None, games=8, steps_ahead=1, samples=64, seed=3)
-    assert data["goal"]["names"] == ["nothing", "stag", "hare"]
-    assert data["goal"]["kind"] == "what it hunts first"
-    assert data["goal"]["steps"] == 6
-    sure = {"stag": 0, "hare": 0}
-    for _, _, _, expected, shares in beliefs(data):
-        assert abs(sum(shares) - 1) < 1e-4
-        for prey, action in (("stag", game.HUNT_STAG), ("hare", game.HUNT_HARE)):
-            now = expected[action]
-            first = shares[data["goal"]["names"].index(prey)]
-            assert first > now - 5 * (now * (1 - now) / 64) ** 0.5 - 1e-4
-            if now > 0.7:
-                sure[prey] += 1
-                assert max(shares) == first, (expected, shares)
-    assert min(sure.values()) >= 3, sure
-
-
-def test_in_the_last_step_only_this_step_counts(look):
-    """Samples end with the game"""
-    compared = 0
-    for shown, t, _, expected, shares in beliefs(look("actions", 64)):
-        if shown["time"][t] == CONFIG.final_time - 1:
-            compared += 1
-            hunts = np.array([1 - sum(expected[HUNT_STAG:]), *expected[HUNT_STAG:]])
-            error = 5 * (hunts * (1 - hunts) / 64) ** 0.5 + 0.002
-            assert (np.abs(np.array(shares) - hunts) < error).all(), (shares, hunts)
-    assert compared > 3
-
-
 def test_the_shares_are_those_of_the_samples(load, monkeypatch):
     """Each sample is watched here, step by step, and sorted by what each co-player hunts first"""
     run = load("partners")
@@ -447,13 +410,6 @@ def test_a_sample_ends_as_the_game_does():
     assert over.int().tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
 
 
-def test_no_model_no_goal(look):
-    """PPO has nothing to look ahead with, and says so"""
-    data = look("ppo")
-    assert data["goal"] is None and data["ahead"] is None
-    assert not {"goal", "without", "ahead"} & set(data["games"][0]["minds"][0])
-
-
 def test_time_goes_on_as_the_models_are_rolled_forward(load, monkeypatch):
     run = load("discrete")
     clocks = {"evaluate_policy": [], "predict_actions": []}
@@ -482,70 +438,12 @@ def test_time_goes_on_as_the_models_are_rolled_forward(load, monkeypatch):
             torch.testing.assert_close(clock, seen[0] + ahead / CONFIG.final_time)
 
 
-def test_an_edited_copy(tmp_path):
-    path = checkpoint(tmp_path, hopplus_ppo, "hopplus")
-    copy = tmp_path / "my_copy.py"
-    text = Path(hopplus_ppo.__file__).read_text()
-    copy.write_text(
-        text.replace(
-            "return log_probs, self.critic(critic_x).squeeze(2)",
-            "return log_probs, self.critic(critic_x).squeeze(2) + 7",
-        )
-    )
-    assert copy.read_text() != text
-    own, edited = (
-        inspector.parse_args([str(path), "--device", "cpu", *more]).run for more in ([], ["--script", str(copy)])
-    )
-    ours, theirs = (inspector.inspect_run(run, None, games=1, samples=2) for run in (own, edited))
-    for i in range(3):
-        both = zip(*(data["games"][0]["minds"][i]["value"] for data in (ours, theirs)), strict=True)
-        assert all(a is b is None or abs(a + 7 - b) < 1e-4 for a, b in both)
-    assert theirs["script"] == "my_copy.py"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line and the file
 
 
-def command(script, *words, cwd=ROOT):
-    run = [sys.executable, str(ROOT / "evaluation" / script), *map(str, words)]
-    return subprocess.run(run, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
 def data_of(page: Path):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)[1])
-
-
-def test_the_command_line(tmp_path):
-    """Run by its path, from its own folder too"""
-    path = checkpoint(tmp_path, hopplus_mcts, "ppo", num_simulations=2)
-    words = [path, "--games", 1, "--samples", 2, "--device", "cpu", "--seats", "learner,random,learner"]
-    words += ["--out", tmp_path / "page.html", "--", "--gamma", 0.5]
-    done = command("inspector.py", *words, cwd=ROOT / "evaluation")
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "page.html") in done.stdout
-    data = data_of(tmp_path / "page.html")
-    assert data["seats"] == ["learner", "random", "learner"] and data["gamma"] == 0.5 and len(data["games"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--seats", "random,random,random"], "--seats random,random,random: there is no learner"),
-        (["--seats", "learner,learner"], "--seats"),
-        (["--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere"),
-        (["--out", "/"], "/ cannot be written: Is a directory"),
-        (["--games", "0"], "--games must be >= 1, not 0"),
-    ],
-)
-def test_mistakes_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):
-    path = checkpoint(tmp_path, hopplus_ppo, "ppo")
-    monkeypatch.setattr(sys, "argv", ["inspector.py", str(path), "--device", "cpu", *words])
-    with pytest.raises(SystemExit) as stop:
-        game.command_line(inspector.parse_args, inspector.main)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and message in said and said.count("\n") == 1
-    assert not list(tmp_path.glob("*.html"))
 
 
 def test_evaluate_writes_it_too(tmp_path, monkeypatch):
@@ -755,134 +653,6 @@ def test_every_kind_of_run_can_be_shown(case, said, browser, look, tmp_path):
     for _ in range(2 * CONFIG.final_time):
         browser.press("ArrowRight")
     assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
-
-
-# Labels of the page: none may be without a word in the help
-LABELS = "h2, small, th, label, .faint, .place, #players, #clock, #ahead-shares, .goal, main svg"
-FIND_LABELS = """window.labels = (kind) => {
-  return [...document.querySelectorAll(kind)].filter((label) => !label.closest('dialog'));
-}, 0"""
-WITHOUT_HELP = f"""labels({LABELS!r}).filter((label) => {{
-  const explained = label.closest('[data-help]') || label.querySelector('[data-help]');
-  return label.textContent.trim() && !explained;
-}}).map((label) => label.outerHTML)"""
-
-
-def show(browser, data, path, hash=""):
-    inspector.write_page(path, data)
-    browser.events.clear()
-    browser.open(f"file://{path}{hash}")
-
-
-@pytest.mark.browser
-def test_the_help_explains_every_mark(browser, look, tmp_path):
-    asked = set()
-    for case in ("hopplus", "ppo", "search", "hop", "partners"):
-        show(browser, look(case), tmp_path / f"{case}.html")
-        browser.ask(FIND_LABELS)
-        for _ in range(CONFIG.final_time + 1):
-            assert browser.ask(WITHOUT_HELP) == []
-            asked |= set(browser.ask("labels('[data-help]').map((label) => label.dataset.help)"))
-            browser.press("ArrowRight")
-    marks = "[...document.querySelectorAll('#marks > div')]"
-    entries = dict(browser.ask(f"{marks}.map((entry) => [entry.id, entry.innerText])"))
-    assert {f"help-{key}" for key in asked} == set(entries)
-    words = " ".join(" ".join(entries.values()).split())
-    marks = "dashes|dashed|nats|carries over|knowing them|outline|Filled|Dotted|KL|–"
-    for mark in marks.split("|"):
-        assert mark in words, mark
-
-
-@pytest.mark.browser
-def test_the_help_by_keyboard(browser, look, tmp_path):
-    """Its keys work, and those of the page do not move the game behind it"""
-    show(browser, look("hopplus"), tmp_path / "page.html")
-    is_open = "document.getElementById('keys').open"
-    browser.press("?")
-    assert browser.ask(is_open)
-    assert browser.ask("document.activeElement.textContent") == "close"
-    browser.press("ArrowRight")
-    assert texts(browser, "#clock") == ["step 0 of 6"]
-    browser.press("?")
-    assert not browser.ask(is_open)
-    browser.ask("document.querySelector('.surprise').click()")
-    assert browser.ask(is_open) and texts(browser, ".asked dt") == ["surprise, nats"]
-    browser.ask("document.querySelector('#keys button').click()")
-    browser.ask("document.querySelector('[data-game=\"1\"]').focus()")
-    browser.ask("document.activeElement.click()")
-    assert browser.ask("document.activeElement.dataset.game") == "1", "the focus stays"
-    assert browser.ask("location.hash").startswith("#game=2&")
-
-
-@pytest.mark.browser
-def test_players_have_the_colours_of_the_films(browser, look, tmp_path):
-    data = look("hopplus")
-    assert data["colours"] == list(game.COLOURS)
-    template = inspector.TEMPLATE.read_text()
-    assert not any(colour in template for colour in game.COLOURS), "not copied"
-    show(browser, data, tmp_path / "page.html")
-    circles = "[...document.querySelectorAll('#board circle')].map((x) => x.getAttribute('fill'))"
-    drawn = [fill for fill in browser.ask(circles) if fill != "none"]
-    assert drawn == list(game.COLOURS[:3])
-    dots = "[...document.querySelectorAll('#players .dot')].map((x) => x.getAttribute('style'))"
-    assert browser.ask(dots) == [f"background:{colour}" for colour in game.COLOURS[:3]]
-
-
-MEASURE = """[...document.querySelectorAll('.pair svg, #own svg')].map((svg) => {
-  const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-  const words = [...svg.querySelectorAll('text')].filter((word) => word.textContent);
-  const boxes = words.map((word) => word.getBoundingClientRect());
-  const sizes = words.map((word) => parseFloat(getComputedStyle(word).fontSize) * scale);
-  const beside = (a, b) => a.right <= b.left || b.right <= a.left;
-  const above = (a, b) => a.bottom <= b.top || b.bottom <= a.top;
-  const pairs = boxes.flatMap((a, i) => boxes.slice(i + 1).map((b) => [a, b]));
-  return {
-    smallest: Math.min(...sizes),
-    overlaps: pairs.filter(([a, b]) => !beside(a, b) && !above(a, b)).length,
-    outside: boxes.filter((box) => box.left < 0 || box.right > innerWidth).length,
-  };
-})"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [400, 1000, 1280])
-def test_nothing_leaves_its_panel(width, browser, look, tmp_path):
-    """After all have gone, with long names; a scrollbar takes its room"""
-    data = copy.deepcopy(look("hopplus"))
-    for shown in data["games"]:
-        shown["names"] = ["nearest_stag"] * len(data["seats"])
-    last = len(data["games"][1]["actions"])
-    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.call("Emulation.setDeviceMetricsOverride", **screen)
-    show(browser, data, tmp_path / "page.html", f"#game=2&step={last}")
-    inside = "(box) => [...box.children].every((part) => part.scrollWidth <= part.clientWidth)"
-    assert browser.ask(f"[document.getElementById('players')].every({inside})")
-    assert browser.ask("['players', 'surprises'].every((id) => $(id).scrollWidth <= $(id).clientWidth)")
-    browser.call("Emulation.clearDeviceMetricsOverride")
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("case", ["hopplus", "search"])
-def test_charts_are_legible(case, width, browser, look, tmp_path):
-    screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.call("Emulation.setDeviceMetricsOverride", **screen)
-    for theme in ("dark", "light"):
-        prefers = {"name": "prefers-color-scheme", "value": theme}
-        browser.call("Emulation.setEmulatedMedia", features=[prefers])
-        show(browser, look(case), tmp_path / f"{theme}.html", "#game=2&step=0")
-        assert browser.ask("document.documentElement.dataset.theme") == theme
-        for _ in range(CONFIG.final_time):
-            charts = browser.ask(MEASURE)
-            assert len(charts) >= 5
-            for chart in charts:
-                assert chart["smallest"] >= 9.5
-                assert chart["overlaps"] == chart["outside"] == 0
-            assert browser.ask("document.documentElement.scrollWidth <= innerWidth"), "sideways"
-            browser.press("ArrowRight")
-        assert browser.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded") == []
-    browser.call("Emulation.clearDeviceMetricsOverride")
-    browser.call("Emulation.setEmulatedMedia", features=[])
 
 
 def test_a_sample_keeps_the_subgoals_that_it_drew(load, monkeypatch):
