@@ -73,13 +73,3 @@ def test_copies_are_equal_to_the_letter():
     assert differ >= SEARCH_CHANGES, f"the same in both scripts after all: {sorted(SEARCH_CHANGES - differ)}"
     assert shared >= OWN, f"in one script only: {sorted(OWN - shared)}"
     assert len(shared - OWN) > 20
-
-
-def test_one_changed_letter_is_noticed():
-    first, *rest = sources()
-    _, shared = differing([first, *rest])
-    own = definitions(first)
-    functions = [name for name in (shared - OWN) & own.keys() if own[name].startswith(("def ", "class "))]
-    for name in functions:
-        first = first.replace(own[name], own[name].replace("\n", "  # changed\n", 1))
-    assert differing([first, *rest])[0] >= set(functions) and len(functions) > 10

@@ -132,7 +132,7 @@ def test_transition_is_that_of_the_cpu(config):
         assert_equal([x.cpu() for x in (*after, *ours)], [*state, *results])
 
 
-@pytest.mark.parametrize("bad", [-1, 7, 100, -(2**31)])
+@pytest.mark.parametrize("bad", [-1, 7])
 def test_actions_out_of_range_act_as_stay(bad):
     env = StagHuntEnv(CONFIGS[1], GAMES, "cuda", seed=6)
     ours, stayed = ([*after, *results] for after, *results in (env.transition(env.state, _all(a)) for a in (bad, 4)))
@@ -141,25 +141,6 @@ def test_actions_out_of_range_act_as_stay(bad):
 
 def _all(action):
     return torch.full((GAMES, 3), action, device="cuda")
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_same_seed_same_games(config):
-    env = StagHuntEnv(config, GAMES, "cuda", seed=3)
-    first = eager_history(config)
-    for _ in range(2):
-        env.reset(seed=3)
-        torch.cuda.manual_seed(torch.initial_seed() + 1)  # the global generator does not matter
-        for acts, expected in zip(action_lists(config), first, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(snapshot(env, env.step(acts)), expected, strict=True))
-    env.reset()
-    assert not torch.equal(env.step(action_lists(config)[0])[0], first[0][0])
-
-
-def test_actions_on_the_wrong_device_are_refused():
-    env = StagHuntEnv(CONFIGS[1], GAMES, "cuda")
-    with pytest.raises(ValueError, match="cuda"):
-        env.step(_all(4).cpu())
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
@@ -297,22 +278,3 @@ def test_adaptation_runs_on_the_gpu(method, tmp_path, monkeypatch):
     rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
     assert set(found) == {f"{row}/{key}" for row in rows for key in ("nearest_hare + random", "waiting + switching")}
     assert all(0 <= value <= 5 for value in found.values()) and found["Bayes hunter/nearest_hare + random"] > 0.5
-
-
-@pytest.mark.parametrize("method", ["ppo", "hopplus"])
-def test_learned_co_players_on_the_gpu(method, tmp_path, monkeypatch):
-    """Part of the CUDA graphs: learners of two runs, one of which remembers, in every mode and reference"""
-    folders = {}
-    flags = TINY_FLAGS | {"config": StagHuntConfig(height=3, width=4, num_hares=3, final_time=6), "num_seeds": 2}
-    for name, of_run in (("one", method), ("A", "ppo"), ("B", "ppo-omg")):
-        args = hop.make_args(of_run, "cuda", **flags, run_dir=str(tmp_path / name))
-        folders[name] = Path(hop.main(args)["checkpoint"]).parent
-    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 32)
-    words = ["--steps", "48", "--every", "8", "--repetitions", "4", "--imagined-games", "4", "--rounds", "1"]
-    words += ["--best-response-steps", "4096", "--sets", "learned"]
-    words += ["--others", f"A={folders['A']}", f"B={folders['B']}"]
-    found = adapt.main(adapt.parse_args([str(folders["one"]), "--device", "cuda", *words]))
-    rows = ("random", "Bayes hunter", "frozen", "learning", "best response")
-    sets = ("3 of A", "3 of B", "2 of A + B", "A + 2 of B")
-    assert set(found) == {f"{row}/{key}" for row in rows for key in sets}
-    assert all(0 <= value <= 5 for value in found.values())

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, save_as_run
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
 
@@ -33,7 +32,6 @@ TAGS = {
     wm: {"losses/world_model", "wm/exact_match", "wm/reward_mse", "wm_final/exact_match/10", "charts/learning_rate"},
     vae: {"losses/total", "losses/moa_cvae", "moa/top1", "moa_prior/nll", "moa/bayes/nll", "moa/ceiling/top1"},
 }
-ONLY_IN_TABLES = {wm: ("per_channel_mse/0", "reward_precision/hare"), vae: ("recall/3", "precision/3", "count/3")}
 PICTURES = {wm: {"cases_worst", "calibration_histogram", "steps_ahead"}, vae: {"confusion", "by_step"}}
 
 
@@ -72,17 +70,13 @@ def test_what_a_run_leaves_behind(script, runs):
         lines = lines_of(folder)
         assert [line["steps"] for line in lines] == STEPS[script]
         assert {path.stem for path in folder.glob("*.png")} == PICTURES[script]
-        assert all(np.array(Image.open(path)).std() > 1 for path in folder.glob("*.png"))
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         scalars = set(events.Tags()["scalars"])
-        assert scalars >= TAGS[script] and len(scalars) <= 45
-        assert not any(tag.endswith(name) for tag in scalars for name in ONLY_IN_TABLES[script])
+        assert scalars >= TAGS[script]
         assert set(events.Tags()["images"]) == PICTURES[script]
-        assert "hyperparameters/text_summary" in events.Tags()["tensors"]
         for tag in TAGS[script] & lines[0].keys():
             logged = [(event.step, event.value) for event in events.Scalars(tag)]
             assert logged == [(line["steps"], pytest.approx(line[tag], rel=1e-5)) for line in lines]
-    assert all(any(name.endswith(detail) for name in figures) for detail in ONLY_IN_TABLES[script])
     undefined = ("precision/", "recall/", "reward_")
     numbers = {name: x for name, x in figures.items() if name != "checkpoint" and not any(u in name for u in undefined)}
     assert all(math.isfinite(x) for x in numbers.values())
@@ -160,14 +154,6 @@ def test_the_vaes_learning_rate_falls_once_along_a_cosine(tmp_path, monkeypatch,
     steps = len(rates)
     assert steps >= 4
     assert rates == pytest.approx([0.005 * (1 + math.cos(math.pi * i / steps)) for i in range(steps)])
-
-
-@both
-def test_a_picture_never_costs_a_run(script, tmp_path, monkeypatch, no_pictures, capsys):
-    monkeypatch.setattr(script, "draw_pictures", lambda *_: 1 / 0)
-    figures = script.main(tiny(script, tmp_path))
-    assert "could not draw: ZeroDivisionError" in capsys.readouterr().out
-    assert Path(figures["checkpoint"]).exists() and any(tmp_path.glob("*/**/*.csv"))
 
 
 def test_hopplus_starts_from_these_checkpoints(tmp_path, runs):
@@ -264,23 +250,16 @@ def test_not_a_number_stops_the_run(script, tmp_path, monkeypatch, no_pictures):
 REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must name
     ("both", {"resume": "{missing}"}, ["no ", "checkpoint", "missing"]),
     ("both", {"resume": "{cut}"}, ["cut short", "bytes"]),
-    ("both", {"resume": "{text}"}, ["checksum"]),
     ("both", {"resume": "{other}"}, [wm.FORMAT, vae.FORMAT]),
     ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
-    ("both", {"resume": "{checkpoint}", "run_dir": "elsewhere"}, ["--run-dir elsewhere", "may change"]),
     ("both", {"resume": "{checkpoint}", "learning_rate": 0.5}, ["--learning-rate 0.5: the resumed run has 0.00"]),
     ("both", {"population": "random,nearest_wolf"}, ["nearest_wolf"]),
     ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),
-    ("both", {"held_out_games": 0}, ["--held-out-games", "0"]),
-    ("both", {"num_seeds": 0}, ["--num-seeds"]),
     ("both", {"run_dir": "{text}"}, ["could not write to", "text"]),
-    ("vae", {"kl_coef": math.nan}, ["--kl-coef", "nan"]),
     ("both", {"config": StagHuntConfig(height=16, width=17)}, ["272"]),
     ("vae", {"goal_kind": "discrete", "goal_dim": 1}, ["--goal-dim"]),
     ("wm", {"wm_head": "pixel", "wm_channel_weights": (1.0, 2.0)}, ["6"]),
     ("wm", {"wm_channel_weights": (1.0,) * 6}, ["pixel"]),
-    ("wm", {"wm_channel_weights": ()}, ["pixel"]),
-    ("wm", {"wm_head": "pixel", "wm_channel_weights": (1.0, 1, 1, 1, 1, -1)}, [">= 0"]),
 ]
 CASES = [(name, flags, words) for which, flags, words in REFUSED for name in SCRIPTS if which in ("both", name)]
 
@@ -317,20 +296,3 @@ def test_refused_before_anything_is_written(name, flags, words, files, tmp_path)
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
     assert not run_dir.exists() and sorted(folder.rglob("*")) == before
-
-
-@both
-def test_flags_are_grouped_and_explained(script):
-    source = Path(script.__file__).read_text()
-    grouped = [field.name for group in script.GROUPS.values() for field in dataclasses.fields(group)]
-    own = [field.name for field in dataclasses.fields(script.Args) if field.name != "config"]
-    assert set(own) <= set(grouped) and len(grouped) == len(set(grouped))
-    for name in own:
-        field, below = source.split(f"    {name}: ", 1)[1].split("\n", 2)[:2]
-        assert len(field.partition("  # ")[2]) > 10 or (below.startswith('    """') and len(below) > 20), name
-    args = script.parse_args(["--population", "random,nearest_hare", "--height", "8"])
-    assert (args.population, args.config.height, args.exp_name) == (
-        "random,nearest_hare",
-        8,
-        Path(script.__file__).stem,
-    )

@@ -181,10 +181,5 @@ def test_what_cannot_be_split_is_refused(ranks):
         hop.main(hop.make_args("hopplus", "cpu", resume=str(out / "kept.pt")))
 
 
-def test_without_torchrun_there_is_one_rank(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert hop.init_ranks(CPU) == (0, 1, CPU) and hop.gather_ranks({"a": 1}) == [{"a": 1}]
-
-
 if __name__ == "__main__":
     two_processes(sys.argv[1])

@@ -122,12 +122,6 @@ def test_every_flag_changes_something():
 
 
 @pytest.mark.parametrize("method", hop.METHODS)
-def test_the_same_flags_learn_the_same(method):
-    again = trained.__wrapped__(method)
-    assert same_tree(trained(method), again)
-
-
-@pytest.mark.parametrize("method", hop.METHODS)
 def test_a_state_that_is_put_back_learns_the_same_again(method):
     """As before a CUDA graph is recorded: also where the replay was empty, and everything in place"""
     state, ends = make_state(method, num_envs=8, seats="learner,mixed,learner"), []
