@@ -6,7 +6,7 @@ import functools
 import itertools
 
 import hopplus_ppo as hop
-from stag_hunt_env import STAY, StagHuntEnv, State, planes, seats_table
+from stag_hunt_env import STAY, StagHuntEnv, planes, seats_table
 
 import numpy as np
 import pytest
@@ -176,45 +176,6 @@ def test_weights_are_loaded_in_place_or_refused():
     assert same_tree(stacked.state_dict(), other.state_dict())
     with pytest.raises(ValueError, match=r"\bweight"):
         stacked.load_state_dict(hop.Stacked(make, [1, 2, 3], CPU).state_dict())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Structured world model, whatever its weights
-
-
-def wild_world(config, **changes):
-    world = hop.Stacked(lambda: hop.WorldModel(config, make_args(config=config, **changes)), [5], CPU)
-    with torch.no_grad():
-        for p in world.parameters():
-            p.normal_(0, 3, generator=seeded(6))
-    return world
-
-
-def test_what_is_predicted_is_what_the_loss_finds_most_likely():
-    """Among all that the rules allow: outcomes, prey and payoffs mean the same in both"""
-    env, world, payoffs = StagHuntEnv(TINY_CONFIG, 500, seed=2), wild_world(TINY_CONFIG), list(TINY_CONFIG.payoffs())
-    generator = seeded(3)
-    for _ in range(2):
-        env.step(mixed_actions(env, env.state, random_kinds(env, generator), 0.0, generator))
-    alone = env.observe(env.state)[:, 0, :3].sum(1).flatten(1).amax(1) <= 1  # else two of them decide about one prey
-    state = State(*(x[alone] for x in env.state))
-    board = env.cells(state)[:, 0]
-    walls = torch.zeros(len(board), 1)
-    joint = torch.randint(7, (len(board), 3), generator=generator)
-    step = board[None], walls[None], joint[None]
-    better = 0
-    with torch.no_grad():
-        likely, reward = (x[0] for x in world(*step, method="predict"))
-        best = world(*step, likely[None], reward[None], method="loss")[0]
-        for _ in range(20):
-            actions = torch.randint(7, (len(board), 3), generator=generator)
-            paid = torch.tensor(payoffs)[torch.randint(len(payoffs), (len(board),), generator=generator)]
-            other = env.cells(env.transition(state, actions)[0])[:, 0]
-            for next_board, payoff in ((other, reward), (likely, paid), (other, paid)):
-                loss = world(*step, next_board[None], payoff[None], method="loss")[0]
-                assert (loss >= best - 1e-3).all()
-                better += int((loss > best + 0.1).sum())
-    assert better > 5000 and (likely[:, 3:] != board[:, 3:]).any() and (likely[:, :3] != board[:, :3]).any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
