@@ -189,13 +189,6 @@ def lines_of(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def save_as_run(path, content):
-    """A checkpoint as a run writes it, under this name and with this content"""
-    torch.save(content, path)
-    with open(path, "r+b") as file:
-        file.write(hashlib.file_digest(file, "sha256").digest())
-
-
 def without_times(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
 

@@ -19,7 +19,7 @@ from stag_hunt_env import Run, UserError
 
 import pytest
 import torch
-from helpers import TINY_FLAGS, lines_of, same_tree, save_as_run, without_times
+from helpers import TINY_FLAGS, lines_of, same_tree, without_times, write_checkpoint
 
 ROOT = Path(hop.__file__).resolve().parent
 PPO = {**TINY_FLAGS, "num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0}
@@ -228,7 +228,7 @@ def files(whole, tmp_path_factory):
     def edited(name, edit):
         saved = torch.load(checkpoint, weights_only=True)
         edit(saved)
-        save_as_run(folder / f"{name}.pt", saved)
+        write_checkpoint(folder / f"{name}.pt", saved)
 
     def policy(saved):
         return saved["states"][0]["networks"]["policy"]
@@ -274,7 +274,7 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
-    save_as_run(tmp_path / "forged.pt", {"format": hop.FORMAT, "states": Forged()})
+    write_checkpoint(tmp_path / "forged.pt", {"format": hop.FORMAT, "states": Forged()})
     with pytest.raises(pickle.UnpicklingError):
         load(tmp_path / "forged.pt")
     assert not (tmp_path / "executed").exists()

@@ -16,7 +16,7 @@ from stag_hunt_env import StagHuntConfig
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, save_as_run
+from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, write_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
 
@@ -276,8 +276,8 @@ def files(runs, tmp_path_factory):
         paths["other"] = runs[other][1]["checkpoint"]
         whole, content = Path(checkpoint).read_bytes(), torch.load(checkpoint, weights_only=True)
         paths["cut"].write_bytes(whole[: len(whole) // 2])
-        save_as_run(paths["abacus"], content | {"device": "abacus"})
-        save_as_run(paths["pixel"], content | {"args": content["args"] | {"wm_head": "pixel"}})
+        write_checkpoint(paths["abacus"], content | {"device": "abacus"})
+        write_checkpoint(paths["pixel"], content | {"args": content["args"] | {"wm_head": "pixel"}})
         found[script] = {name: str(path) for name, path in paths.items()}
     return found
 

@@ -23,7 +23,7 @@ from stag_hunt_env import Run, StagHuntEnv, UserError, command_line
 
 import pytest
 import torch
-from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, save_as_run, without_times
+from helpers import TINY_CONFIG, TINY_FLAGS, NoNonFiniteCasts, lines_of, same_tree, without_times, write_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
 
@@ -313,7 +313,7 @@ def test_learners_start_from_pretrained_weights(runs, tmp_path, monkeypatch):
         ("world", pretrain_world_model.FORMAT, {"world": pick["world"]}),
     ):
         content = {"format": form, "must_match": {"hare_reward": 1.0, "subgoal_hidden": 8}, "networks": networks}
-        save_as_run(tmp_path / f"{name}.pt", content)
+        write_checkpoint(tmp_path / f"{name}.pt", content)
     started, train_iteration = [], hop.train_iteration
 
     def watched(state):
