@@ -171,6 +171,14 @@ def test_guarded_learners_keep_their_weights_unless_the_new_ones_are_better(tmp_
         is_new = len(calls) % 2
         return 1 + is_new * gains[(len(calls) - 1) // 2], error, 100
 
+    starts = []
+    own = ppo_gru.ppo_update
+
+    def update(args, agent, *given):
+        starts.append(gru.copy_params(agent))
+        own(args, agent, *given)
+
+    monkeypatch.setattr(ppo_gru, "ppo_update", update)
     monkeypatch.setattr(gru, "play_held_out", play_held_out)
     played = watch(monkeypatch, ppo_gru, "rollout")
     rounds = start(untrained(tmp_path), "learning", "--learning-rate 0.01")
@@ -189,6 +197,7 @@ def test_guarded_learners_keep_their_weights_unless_the_new_ones_are_better(tmp_
     assert second["policy changed"].tolist() == [False] * 4 + [True, False]
     assert second["test steps"].tolist() == [416] * 6
     assert all(torch.equal(p, calls[3][name]) for name, p in old.items()), "compared with what it came with"
+    assert all(torch.equal(p, starts[1][name]) for name, p in new.items()), "learning goes on, used or not"
 
 
 def test_held_out_games_and_steps_are_counted(tmp_path, monkeypatch):
