@@ -72,18 +72,19 @@ WALLS = {"height": 4, "width": 5, "max_wall_pieces": 2}
 SQUARE = {"height": 4, "width": 4, "max_wall_pieces": 1}  # quarter turns are symmetries
 MIXED = {"seats": "learner,mixed,mixed", "redraw": "0.5"}
 SEARCH = {"num_simulations": 6, "num_trees": 2, "q_temperature": 5.0}
+ONE_STEP = {"planner": "one-step", "num_simulations": 4}
 HOP = {"method": "hop", "goal_dim": 2, "pretraining_updates": 0, "num_trees": 3}
 DATA = {"num_samples": 300, "num_transitions": 300, "held_out_games": 20}
 VAE = {"epochs": 4, "batch_size": 16}
 WORLD = {"num_updates": 8, "log_every": 2, "batch_size": 16}
 
 PPO_RUNS = {
-    "ppo": {"method": "ppo"},
+    "ppo": {"method": "ppo", "num_envs": 5},
     "ppo, two stags": {"method": "ppo", **TWO_STAGS},
     "ppo-omg": {"method": "ppo-omg"},
     "ppo-omg, two stags, mixed seats": {"method": "ppo-omg", **TWO_STAGS, "seats": "learner,learner,mixed"},
     "hopplus": {},
-    "actions": {"subgoals": "actions"},
+    "actions": {"subgoals": "actions", **TWO_STAGS},
     "discrete": {"goal_kind": "discrete", "subgoal_selection": "optimistic"},
     "walls": {**WALLS, "final_time": 9},
     "mixed": {**MIXED, "subgoal_selection": "final", "watched_starts": 0.8},
@@ -94,15 +95,15 @@ PPO_RUNS = {
     "real ratio 1": {"ppo_real_ratio": 1.0},
     "real ratio 0": {"ppo_real_ratio": 0.0, "trust_exact_match": 0.05},
     "log-every 2": {"log_every": 2, "save_seconds": 0.0},
-    "from pretrained": {"vae_checkpoint": "<vae>", "world_model_checkpoint": "<world model>"},
+    "from pretrained": {"num_seeds": 2, "vae_checkpoint": "<vae>", "world_model_checkpoint": "<world model>"},
 }
 SEARCH_RUNS = {
     "puct": {**SEARCH, "num_trees": 3},
     "puct, env, walls": {**SEARCH, **WALLS, "max_wall_pieces": 1, "search_model": "env"},
     "gumbel": {**SEARCH, "root": "gumbel", "search_model": "env", **TWO_STAGS},
     "gumbel, infer in tree": {**SEARCH, "root": "gumbel", "infer_in_tree": True},
-    "one-step": {**SEARCH, "planner": "one-step", "num_simulations": 4, "search_model": "env"},
-    "one-step, world model": {**SEARCH, "planner": "one-step", "subgoals": "actions"},
+    "one-step": {**SEARCH, **ONE_STEP, "search_model": "env", "hare_reward": -12.0},
+    "one-step, world model": {**SEARCH, **ONE_STEP, "subgoals": "actions"},
     "policy-loss ppo": {**SEARCH, "policy_loss": "ppo", "search_model": "env", "infer_in_tree": True},
     "hop": {**SEARCH, **HOP},
     "hop, mixed": {**SEARCH, **HOP, **MIXED, "num_seeds": 2, "unsteady": 0.3},
@@ -127,11 +128,12 @@ CASES |= {
         },
     ),
     "hopplus by search's script": ("hopplus_mcts.py", TINY | {"method": "hopplus"}),
-    "vae": ("pretrain_vae.py", TINY | DATA | VAE),
-    "vae, discrete": ("pretrain_vae.py", TINY | SQUARE | DATA | VAE | {"goal_kind": "discrete", "num_seeds": 2}),
+    "vae": ("pretrain_vae.py", TINY | DATA | VAE | {"num_seeds": 2}),
+    "vae, discrete": ("pretrain_vae.py", TINY | SQUARE | DATA | VAE | {"goal_kind": "discrete"}),
+    "vae, recon": ("pretrain_vae.py", TINY | DATA | VAE | {"goal_kind": "discrete", "loss": "recon"}),
     "vae, moa": ("pretrain_vae.py", TINY | TWO_STAGS | DATA | VAE | {"loss": "moa", "augment": False}),
-    "world model": ("pretrain_world_model.py", TINY | DATA | WORLD),
-    "world model, walls": ("pretrain_world_model.py", TINY | WALLS | DATA | WORLD | {"num_seeds": 2}),
+    "world model": ("pretrain_world_model.py", TINY | DATA | WORLD | {"num_seeds": 2}),
+    "world model, walls": ("pretrain_world_model.py", TINY | WALLS | DATA | WORLD),
     "world model, pixel": ("pretrain_world_model.py", TINY | TWO_STAGS | DATA | WORLD | {"wm_head": "pixel"}),
 }
 
