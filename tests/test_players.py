@@ -6,12 +6,10 @@ from stag_hunt_env import (
     ALL_SEATS,
     FAR,
     PLAYER_PROBS,
-    POPULATION,
     STRANGER_PROBS,
     STRANGERS,
     StagHuntConfig,
     StagHuntEnv,
-    State,
     population_names,
     sample,
     seats_table,
@@ -20,7 +18,7 @@ from stag_hunt_env import (
 import pytest
 import reference_game as reference
 import torch
-from helpers import PLAYERS, chi_square_p, games_of, mixed_actions, random_kinds, seat_probs, seeded
+from helpers import chi_square_p, games_of, mixed_actions, random_kinds, seeded
 
 BOARDS = [
     StagHuntConfig(height=4, width=7, num_stags=2),
@@ -40,10 +38,6 @@ def states_along_games(config, games=6, seed=1):
         if step % 4 == 0:
             yield env, state
         state, *_ = env.transition(state, mixed_actions(env, state, kinds, 0.2, generator))
-
-
-def repeated(state, times):
-    return State(*(x[:1].repeat_interleave(times, 0) for x in state))
 
 
 @pytest.mark.parametrize("config", BOARDS)
@@ -79,54 +73,10 @@ def test_distance_to_prey_is_that_of_breadth_first_search(config):
                 assert [int(ours[b, cell]) for cell in free] == [expected.get(cell, FAR) for cell in free]
 
 
-@pytest.mark.parametrize("name", HUNTS)
-@pytest.mark.parametrize("config", BOARDS[:2])
-def test_hunters_arrive_in_the_fewest_steps(config, name):
-    env, generator = StagHuntEnv(config, 32, seed=2), seeded(3)
-    start = state = env.initial_state()
-    kind = (reference.hunted_by(config, p) == HUNTS[name] for p in range(config.num_prey))
-    targets = [p for p, wanted in enumerate(kind) if wanted]
-    fewest = [
-        reference.distances(config, game, [game.prey[p] for p in targets])[game.position[0]] for game in games_of(start)
-    ]
-    assert max(fewest) >= 3
-    arrived = [None] * 32
-    for step in range(max(fewest) + 1):
-        actions = torch.full((32, config.num_players), 4)
-        actions[:, 0] = PLAYERS[name](env, state, 0, generator)
-        for b in range(32):
-            if arrived[b] is None and actions[b, 0] == HUNTS[name]:
-                arrived[b] = step
-        state, *_ = env.transition(state, actions)
-    assert arrived == fewest
-
-
 def open_state(env, position, prey):
     deal = env.initial_state(1)
     cells = torch.tensor([position], dtype=torch.int32)
     return deal._replace(position=cells, prey_position=torch.tensor([prey], dtype=torch.int32))
-
-
-TIES = [  # own cell, the two stags' cells, the moves that begin a shortest path (on a 5x7 board)
-    (17, (1, 33), {0, 1, 2, 3}),
-    (17, (1, 34), {0, 2}),
-    (17, (15, 19), {2, 3}),
-    (17, (3, 19), {0, 3}),
-    (17, (10, 19), {0}),
-    (0, (16, 34), {1, 3}),
-    (17, (17, 18), {5}),
-]
-
-
-@pytest.mark.parametrize("cell, stags, moves", TIES)
-def test_ties_are_uniform(cell, stags, moves):
-    config = StagHuntConfig(height=5, width=7, num_players=2, num_stags=2, num_hares=0)
-    env = StagHuntEnv(config, 1)
-    state = repeated(open_state(env, (34, cell), stags), 8000)
-    actions = PLAYERS["nearest_stag"](env, state, 1, seeded(4))
-    counts = torch.bincount(actions, minlength=7)
-    assert {action for action in range(7) if counts[action]} == moves
-    assert len(moves) == 1 or chi_square_p(counts[sorted(moves)]) > 1e-3
 
 
 def test_sample_follows_the_probabilities():
@@ -138,17 +88,6 @@ def test_sample_follows_the_probabilities():
     assert chi_square_p(counts[0][probs[0] > 0], probs[0][probs[0] > 0]) > 1e-3
     assert chi_square_p(counts[2]) > 1e-3
     assert torch.equal(actions, sample(probs.expand(20_000, 3, 7), seeded(8)))
-
-
-def test_seat_probs_asks_the_player_of_each_seat():
-    names = POPULATION
-    for env, state in states_along_games(BOARDS[1]):
-        kinds = random_kinds(env, seeded(9))
-        table = seat_probs(env, state, kinds)
-        for b, game in enumerate(games_of(state)):
-            for seat in range(env.config.num_players):
-                expected = torch.tensor(reference.player_probs(env.config, game, seat, names[kinds[b, seat]]))
-                torch.testing.assert_close(table[b, seat], expected, atol=1e-6, rtol=0)
 
 
 BOUND = [  # own cell, the two stags' cells, which of them live, what first_stag and last_stag do (on a 5x7 board)
@@ -218,32 +157,8 @@ def test_strangers_play_by_the_rules_they_are_named_for(config):
     assert all(hunts <= seen[name] for name in ("noisy_stag", "noisy_hare"))
 
 
-@pytest.mark.parametrize("config", [*BOARDS[:2], BOARDS[4]])
-def test_who_waits_walks_to_the_stag_and_stays_there(config):
-    env, generator = StagHuntEnv(config, 32, seed=2), seeded(3)
-    start = state = env.initial_state()
-    stags = start.prey_position[:, : config.num_stags]
-    distances = [reference.distances(config, game, game.prey[: config.num_stags]) for game in games_of(start)]
-    fewest = torch.tensor(
-        [[d[cell] for cell in cells] for d, cells in zip(distances, start.position.tolist(), strict=True)]
-    )
-    assert fewest.max() >= 3
-    for step in range(int(fewest.max()) + 4):
-        at_stag = (state.position[..., None] == stags[:, None]).any(2)
-        assert torch.equal(at_stag, step >= fewest)
-        before = state.position
-        actions = sample(STRANGER_PROBS["waiting"](env, state, ALL_SEATS), generator)
-        state, reward, *_ = env.transition(state, actions)
-        assert torch.equal(actions[at_stag], torch.full_like(actions[at_stag], 4)) and (reward == 0).all()
-        assert torch.equal(state.position[at_stag], before[at_stag])
-    assert state.prey_alive.all() and state.present.all()
-
-
 def test_strangers_are_seated_by_name_but_belong_to_no_population():
-    assert STRANGERS == ("noisy_stag", "noisy_hare", "waiting", "left_stag", "switching")
     assert not {*PLAYER_PROBS} & {*STRANGERS}
-    assert list(PLAYER_PROBS) == [*POPULATION, "first_stag", "last_stag"]
-    assert POPULATION == ("random", "nearest_stag", "nearest_hare")
     for name in STRANGERS:
         assert seats_table(f"learner,{name}", 2) == ["learner", name]
         with pytest.raises(ValueError, match=f"unknown player '{name}'"):

@@ -9,16 +9,13 @@ from stag_hunt_env import (
     PLAYER_PROBS,
     POPULATION,
     STRANGER_PROBS,
-    SeatFlags,
     Seats,
     StagHuntConfig,
     StagHuntEnv,
     State,
     copy_state,
-    population_names,
     redraw_prob,
     sample,
-    seats_table,
 )
 
 import pytest
@@ -137,31 +134,6 @@ def test_everybody_plays_by_the_rule_of_who_sits_there():
         ("switching", "nearest_stag"),
         ("switching", "nearest_hare"),
     }
-
-
-def test_without_rule_based_players_nothing_is_computed(monkeypatch):
-    env, seats = make([["learner"] * 3])
-    for name in PLAYER_PROBS:
-        monkeypatch.setitem(PLAYER_PROBS, name, None)  # whoever asks fails
-    seats._rules = None
-    learner_probs = torch.rand(3, 3, 7)
-    probs = seats.action_probs(env.state, learner_probs)
-    assert torch.equal(probs, learner_probs.movedim(0, 1)) and seats.posterior_probs(seats.posterior()) is probs
-    seats.update(
-        torch.zeros(3, 3, dtype=torch.int64), torch.ones(3, 3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
-    )
-    torch.testing.assert_close(seats.posterior(), torch.full((3, 3, 3), 1 / 3))
-    assert (seats.kinds == LEARNER).all()
-
-
-def test_only_players_that_are_needed_are_asked(monkeypatch):
-    for name in ("first_stag", "last_stag"):
-        monkeypatch.setitem(PLAYER_PROBS, name, None)
-    for name in STRANGER_PROBS:
-        monkeypatch.setitem(STRANGER_PROBS, name, None)
-    env, seats = make([["learner", "mixed", "switching"]])
-    assert seats.names == list(POPULATION)
-    assert len(list(play(env, seats, 3))) == 3
 
 
 def test_watching():
@@ -331,7 +303,7 @@ def test_only_those_on_the_board_and_no_learners_are_judged():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Saving, errors, flags
+# Saving and errors
 
 
 def test_a_loaded_state_goes_on_bit_for_bit():
@@ -351,45 +323,20 @@ def test_a_loaded_state_goes_on_bit_for_bit():
             assert torch.equal(x, y)
 
 
-ERRORS = [
-    (lambda env: Seats(env, [["learner", "learner"]]), ["--seats names 2", "--num-players 3"]),
-    (lambda env: Seats(env, [["learner", "learner", "somebody"]]), ["somebody", "nearest_stag", "switching"]),
-    (lambda env: Seats(env, [["learner"] * 3] * 4), ["6 games", "4 tables"]),
-    (lambda env: Seats(env, TWO_TABLES, share_parameters=True), ["[2, 1]"]),
-    (lambda env: Seats(env, TWO_TABLES, population=("random", "nobody")), ["nobody"]),
-    (lambda env: Seats(env, TWO_TABLES, population="random,waiting"), ["waiting"]),
-    (lambda env: Seats(env, TWO_TABLES, population="random,random"), ["twice"]),
-    (lambda env: Seats(env, TWO_TABLES, population=""), ["''"]),
-    (lambda env: Seats(env, TWO_TABLES, redraw="sometimes"), ["--redraw", "sometimes"]),
-    (lambda env: Seats(env, TWO_TABLES, redraw=1.5), ["1.5"]),
-    (lambda env: Seats(env, TWO_TABLES, redraw="nan"), ["nan"]),
-    (lambda env: Seats(env, TWO_TABLES).action_probs(env.state), ["learner_probs"]),
-    (lambda env: Seats(env, TWO_TABLES).load_state_dict({}), ["kinds"]),
-    (lambda env: Seats(env, TWO_TABLES).load_state_dict({"kinds": torch.zeros(6, 3)}), ["kinds", "float32", "int64"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call, words", ERRORS)
-def test_wrong_seats_are_refused_in_one_line(call, words):
-    with pytest.raises(ValueError) as caught:
-        call(StagHuntEnv(CONFIG, 6))
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in words), message
-
-
-def test_flags_of_seats():
-    flags = SeatFlags()
-    assert seats_table(flags.seats, 3) == ["learner"] * 3
-    assert seats_table("learner,mixed,waiting", 3) == ["learner", "mixed", "waiting"]
-    assert population_names(flags.population) == list(POPULATION)
-    assert [redraw_prob(x) for x in ("game", "never", "0.3", 1, 0)] == [1, 0, 0.3, 1, 0] and redraw_prob(
-        flags.redraw
-    ) == 1
-
-
-def test_tables_without_learners_are_for_watching_a_game():
-    env, seats = make([["random", "mixed", "switching"]])
-    assert seats.num_learners == 0 and seats.action_probs(env.state).shape == (3, 3, 7)
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        (["learner", "learner"], {}),
+        (["learner", "learner", "somebody"], {}),
+        (["learner", "mixed", "learner"], {"population": "random,waiting"}),
+        (["learner", "mixed", "learner"], {"population": "random,random"}),
+        (["learner", "mixed", "learner"], {"redraw": "sometimes"}),
+        (["learner", "mixed", "learner"], {"redraw": 1.5}),
+    ],
+)
+def test_wrong_seats_are_refused(table, options):
+    with pytest.raises(ValueError):
+        Seats(StagHuntEnv(CONFIG, 6), [table], **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,16 +402,6 @@ def test_the_posterior_also_infers_whether_a_player_is_steady():
             expected = (joint / joint.sum()).float()
             torch.testing.assert_close(seats.posterior()[game_number, seat], expected, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(seats.posterior().sum(2), torch.ones(30, 3))
-
-
-def test_without_unsteady_places_nothing_changes():
-    runs = []
-    for options in ({}, {"unsteady": 0.0}):
-        torch.manual_seed(3)
-        env, seats = make([["learner", "mixed", "mixed"]], games=10, redraw=0.3, remember=True, **options)
-        play_games(env, seats, 30)
-        runs.append((seats.kinds, seats.posterior()))
-    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("population", ["random,nearest_stag,nearest_hare", "first_stag,last_stag"])
