@@ -73,12 +73,6 @@ def test_distance_to_prey_is_that_of_breadth_first_search(config):
                 assert [int(ours[b, cell]) for cell in free] == [expected.get(cell, FAR) for cell in free]
 
 
-def open_state(env, position, prey):
-    deal = env.initial_state(1)
-    cells = torch.tensor([position], dtype=torch.int32)
-    return deal._replace(position=cells, prey_position=torch.tensor([prey], dtype=torch.int32))
-
-
 def test_sample_follows_the_probabilities():
     probs = torch.tensor([[0, 0.5, 0, 0.25, 0.125, 0.125, 0], [0, 0, 0, 0, 1.0, 0, 0], [1 / 7] * 7])
     actions = sample(probs.expand(20_000, 3, 7), seeded(8))
@@ -88,31 +82,6 @@ def test_sample_follows_the_probabilities():
     assert chi_square_p(counts[0][probs[0] > 0], probs[0][probs[0] > 0]) > 1e-3
     assert chi_square_p(counts[2]) > 1e-3
     assert torch.equal(actions, sample(probs.expand(20_000, 3, 7), seeded(8)))
-
-
-BOUND = [  # own cell, the two stags' cells, which of them live, what first_stag and last_stag do (on a 5x7 board)
-    (17, (1, 33), (True, True), {0: 0.5, 2: 0.5}, {1: 0.5, 3: 0.5}),
-    (17, (33, 1), (True, True), {0: 0.5, 2: 0.5}, {1: 0.5, 3: 0.5}),  # by cell, not by number of the stag
-    (17, (18, 1), (True, True), {0: 0.5, 2: 0.5}, {3: 1.0}),  # the farther one too
-    (17, (17, 3), (True, True), {0: 1.0}, {5: 1.0}),  # walks over the other stag and does not hunt it
-    (17, (17, 31), (True, True), {5: 1.0}, {1: 1.0}),
-    (17, (3, 17), (False, True), {5: 1.0}, {5: 1.0}),  # the dead do not count
-    (0, (0, 34), (True, False), {5: 1.0}, {5: 1.0}),
-    (34, (0, 34), (True, False), {0: 0.5, 2: 0.5}, {0: 0.5, 2: 0.5}),
-    (0, (1, 33), (False, False), {1: 1 / 3, 3: 1 / 3, 4: 1 / 3}, {1: 1 / 3, 3: 1 / 3, 4: 1 / 3}),
-]
-
-
-@pytest.mark.parametrize("cell, stags, alive, first, last", BOUND)
-def test_bound_players_go_to_one_stag_only(cell, stags, alive, first, last):
-    config = StagHuntConfig(height=5, width=7, num_players=2, num_stags=2, num_hares=0)
-    env = StagHuntEnv(config, 1)
-    state = open_state(env, (16, cell), stags)._replace(prey_alive=torch.tensor([alive]))
-    for name, expected in (("first_stag", first), ("last_stag", last)):
-        probs = PLAYER_PROBS[name](env, state, 1)[0].tolist()
-        assert probs == pytest.approx([expected.get(action, 0.0) for action in range(7)]), name
-        left = state._replace(present=torch.tensor([[True, False]]))
-        assert PLAYER_PROBS[name](env, left, 1)[0].tolist() == [0, 0, 0, 0, 1, 0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

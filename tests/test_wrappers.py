@@ -216,18 +216,6 @@ def test_agents_may_share_a_game_with_rule_based_players():
     assert np.array_equal(observations["player_3"]["observation"], env.core.observe(env._batch())[0, 3].numpy())
 
 
-def test_masks_are_there_for_those_who_ask():
-    env = gymnasium.make("StagHunt-v0")
-    observation, info = env.reset(seed=1)
-    for _ in range(300):
-        mask = env.unwrapped.action_masks()
-        assert mask.dtype == bool and mask.shape == (7,)
-        assert np.array_equal(mask, info["action_mask"]) and np.array_equal(mask, observation["action_mask"])
-        observation, _, terminated, _, info = env.step(env.action_space.sample(mask=info["action_mask"]))
-        if terminated:
-            observation, info = env.reset()
-
-
 MIXED_SEATS = ("nearest_hare", "learner", "random", "learner", "first_stag")  # all that draw random numbers
 REFUSED = [
     *(({"player_1": 4, "player_3": action}, 0) for action in (7, -1, 1.9, True, "3", None)),
@@ -299,6 +287,8 @@ def test_gym_learner_sits_in_its_seat(learner):
             assert env.observation_space.contains(observation)
             assert np.array_equal(observation["observation"], core.observe(state)[0, learner].numpy())
             assert np.array_equal(observation["action_mask"], core.legal_actions(state)[0, learner].numpy())
+            masks = env.action_masks()
+            assert masks.dtype == bool and np.array_equal(masks, observation["action_mask"])
             action = int(rng.choice(np.flatnonzero(observation["action_mask"])))
             observation, reward, terminated, truncated, _ = env.step(action)
             move = {0: -5, 1: 5, 2: -1, 3: 1}.get(action, 0)
