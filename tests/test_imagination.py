@@ -339,6 +339,16 @@ def test_the_horizon_is_measured_by_boards_and_payoffs():
     assert horizon == [0, 0, 0], "who is right later was not trusted before"
 
 
+def test_the_horizon_is_measured_before_the_world_model_learns_from_the_same_steps():
+    found = []
+    for updates in (0, 8):
+        state = make_state(wm_updates=updates, wm_learning_rate=0.05, trust_exact_match=0.5)
+        hop.watch_rule_based(state)
+        train(state)
+        found.append({name: x.tolist() for name, x in state.metrics.read().items() if name.startswith("wm/")})
+    assert found[0] == found[1] and "wm/exact_match/1" in found[0]
+
+
 def test_the_horizon_is_measured_on_games_of_all_places():
     """Of more than 1024 not the first ones: with shared parameters, those are of the first seats"""
     state = make_state()
