@@ -179,9 +179,8 @@ class ImaginationArgs:
     trust_exact_match: Fraction = 0.99
     """adaptive horizon: k steps are imagined if this share of k-step predictions is exact (0:
     always all)"""
-    ppo_real_ratio: Fraction = 0.2
-    """share of real samples in PPO's batch, imagined ones after an end or a cut counted too (1:
-    plain PPO)"""
+    ppo_real_ratio: Fraction = 0.5
+    """share of real ones among the samples that PPO learns from (1: plain PPO)"""
     critic_data: Literal["real", "mixed"] = "mixed"
     """what the critic learns from: real samples, or imagined ones too"""
     imagined_weight: NonNegative = 1.0  # weight of an imagined sample beside a real one
@@ -2169,30 +2168,39 @@ def replayed_states(args: Args, env, networks: Networks, windows: Transitions) -
 
 
 @torch.no_grad()
-def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horizon) -> dict[str, torch.Tensor]:
-    """From real states `start` [M, n, ...] on, where mask bool [M, n], for at most horizon [M]
-    steps. -> samples [M, h, n, ...] as make_ppo_batch reads them; `mask`: the rollout had neither
-    ended nor been cut before the step"""
+def imagine(args: Args, env, networks: Networks, starts: Transitions, rows: int, horizon) -> dict[str, torch.Tensor]:
+    """Rollouts in the world model, `rows` at a time, from real states `starts` [M, n, ...] on. One that
+    has ended, or is longer than horizon [M], begins anew at another state: no step is imagined in
+    vain. -> samples [M, h, rows, ...] as make_ppo_batch reads them"""
     config = env.config
-    n = mask.shape[1]
-    now = {  # what changes, or is dropped where a rollout has ended
-        "board": start.board,
-        "walls": start.walls,
-        "last_joint": start.last_joint.long(),
-        "history": start.history.float(),
-        "time": start.time.int(),
-        "first_hunt": start.first_hunt.int(),
-        "going": mask,
-        "row": torch.arange(n, device=mask.device).expand_as(mask),
+    starts = {
+        "board": starts.board,
+        "walls": starts.walls,
+        "last_joint": starts.last_joint.long(),
+        "history": starts.history.float(),
+        "time": starts.time.int(),
+        "first_hunt": starts.first_hunt.int(),
     }
+    present = learner_mask(config, starts["board"])
+    present_first = present.byte().argsort(dim=1, descending=True, stable=True)
+    count = present.sum(1, keepdim=True)
+    learner = torch.arange(len(present), device=present.device)[:, None]
+
+    def draw_starts():
+        """Where the learner is on the board"""
+        index = (torch.rand(len(present), rows, device=present.device) * count).long()
+        place = learner, present_first.gather(1, index)
+        return {name: x[place] for name, x in starts.items()}
+
+    now = draw_starts()
+    age = torch.zeros_like(now["time"])  # steps since the rollout began
     samples, values = [], []
     for step in range(args.imagination_horizon + 1):
-        now = drop_masked(now, now["going"])
         board = now["board"]
         clock = now["time"] / config.final_time
         situation = board, now["walls"], clock, now["last_joint"], now["history"]
         belief, output = perceive(args, env, networks, infer_opponents, *situation)
-        values.append(to_rows(output["value"], now["row"], n))
+        values.append(output["value"])
         if step == args.imagination_horizon:
             break
         noise = goal_noise(args, *belief.params.shape[:2], device=env.device)
@@ -2202,36 +2210,34 @@ def imagine(args: Args, env, networks: Networks, start: Transitions, mask, horiz
         next_board, reward = predict_step(networks.world, board, now["walls"], joint)
         time_next = now["time"] + 1
         ended, first_hunt = imagined_end(config, board, next_board, time_next, now["first_hunt"])
-        sample = {
-            "inputs": output["inputs"],
-            "legal": output["legal"],
-            "action": action,
-            "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
-            "log_probs": output["log_probs"],
-            "reward": shape_reward(args, config, reward, board, joint, next_board),
-            "ended": ended,
-            "mask": now["going"] & (step < horizon)[:, None],
-        }
-        samples.append({name: to_rows(x, now["row"], n) for name, x in sample.items()})
-        now |= {
+        mask = (age < horizon[:, None]) & (count > 0)
+        samples.append(
+            {
+                "inputs": output["inputs"],
+                "legal": output["legal"],
+                "action": action,
+                "log_prob": output["log_probs"].gather(2, action[..., None])[..., 0],
+                "log_probs": output["log_probs"],
+                "reward": shape_reward(args, config, reward, board, joint, next_board),
+                "ended": ended,
+                "mask": mask,
+            }
+        )
+        after = {
             "board": next_board,
+            "walls": now["walls"],
             "last_joint": joint,
             "history": update_history(args, env, networks, belief, joint, now["history"], torch.zeros_like(ended)),
             "time": time_next,
             "first_hunt": first_hunt,
-            "going": now["going"] & ~ended,
         }
+        over = ended | ~mask  # after a cut a rollout goes on for one step: its first value is needed
+        now = draw_starts()
+        for name, x in after.items():
+            begins_anew = over.view(*over.shape, *[1] * (x.dim() - 2))
+            now[name] = torch.where(begins_anew, now[name], x)
+        age = torch.where(over, 0, age + 1)
     return {**stack_steps(samples), "value": torch.stack(values, 1)}
-
-
-def to_rows(x, row, n: int):
-    """[M, k, ...] of some rows, int64 [M, k] -> [M, n, ...] of all: zeros where drop_masked left one out"""
-    if x.is_cuda:
-        return x
-    learner = torch.arange(len(x))[:, None]
-    every_row = x.new_zeros(len(x), n, *x.shape[2:])
-    every_row[learner, row] = x
-    return every_row
 
 
 # ---- PPO
@@ -2414,6 +2420,7 @@ def batch_metrics(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.
     weight = (batch["weight"] > 0).float()
     return {
         f"{name}/samples": weight.sum(1),
+        f"{name}/share": weight.mean(1),
         f"{name}/reward_mean": masked_mean(batch["reward"], weight),
         f"{name}/return_mean": masked_mean(batch["returns"], weight),
         f"{name}/return_std": variance(batch["returns"], weight).sqrt(),
@@ -2814,10 +2821,11 @@ def pretrain(args: Args, state: TrainState, seeds: list[int], rank: int) -> dict
     if state.watched is not None:
         for _ in range(args.replay_rollouts):
             watch_rule_based(state)
-    transitions, _, episodes = play()
-    metrics = moa_metrics(args, games, networks, transitions, episodes)
-    if networks.world is not None:
-        metrics |= measure_horizon(args, networks, transitions)[1]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # measuring changes no run
+        transitions, _, episodes = play()
+        metrics = moa_metrics(args, games, networks, transitions, episodes)
+        if networks.world is not None:
+            metrics |= measure_horizon(args, networks, transitions)[1]
     return {name: float(x.mean()) for name, x in metrics.items()}
 
 
@@ -2835,17 +2843,15 @@ def imagine_batch(state: TrainState) -> dict[str, torch.Tensor]:
     real_ratio = args.ppo_real_ratio or 0.5  # 0: as many as there would be real ones
     real_samples = args.num_steps * state.games.last_joint.shape[1]
     samples_wanted = real_samples * (1 - real_ratio) / real_ratio
-    num_windows = math.ceil(samples_wanted / args.imagination_horizon / args.num_steps)
-    num_windows = max(num_windows, 1)
+    rows = math.ceil(samples_wanted / args.imagination_horizon)
+    num_windows = math.ceil(4 * rows / args.num_steps)  # a row holds one rollout after another
     offline = None
     if state.watched is not None:
         offline = state.watched.replay
         num_windows = max(num_windows, 2)  # one of each kind
     windows = sample_replays(state.games.replay, offline, args.watched_starts, num_windows, window=1)
-    start = replayed_states(args, env, state.networks, windows)
-    start = Transitions(**drop_masked(start._asdict(), learner_mask(env.config, start.board)))
-    mask = learner_mask(env.config, start.board)
-    samples = imagine(args, env, state.networks, start, mask, state.horizon)
+    starts = replayed_states(args, env, state.networks, windows)
+    samples = imagine(args, env, state.networks, starts, rows, state.horizon)
     return make_ppo_batch(args, samples, real=False)
 
 

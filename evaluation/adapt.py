@@ -124,7 +124,7 @@ class AdaptFlags:
     rounds: Count = 8
     """batches of imagined games per update"""
     imagined_games: Annotated[int, (">= 2", 2, game.MOST)] = 128
-    """imagined games in each batch, and games that the old and the new weights are compared by"""
+    """imagined games at a time in each batch, and as often games by which the old and the new weights are compared"""
     references: bool = True
     """also measure a random player and the scripted Bayes hunter, and train a best response to each set"""
     best_response_steps: Count = 2_000_000
@@ -313,18 +313,23 @@ def adaptation_loop(args: Args, run: Run, state, tables: list, boards, mode: str
         return script.history_after_game(flags, history, script.history_decay(flags))
 
     def imagine_games():
-        pick = torch.randint(boards.time.shape[1], (len(seat), args.imagined_games), device=run.device)
-        start = tree_map(lambda x: x[rows[:, None], pick], boards)
         history = remembered_history()
-        start = start._replace(history=history.expand(-1, args.imagined_games, *history.shape[2:]))
-        return script.imagine(flags, env, networks, start, torch.ones_like(start.done), state.horizon)
+        starts = boards._replace(history=history.expand(-1, boards.time.shape[1], *history.shape[2:]))
+        return script.imagine(flags, env, networks, starts, args.imagined_games, state.horizon)
 
     def imagined_return():
-        """Mean and its squared standard error [M]"""
+        """Mean and its squared standard error [M]. A row holds one game after another; what follows
+        the last that ended is left out"""
         samples = imagine_games()
-        total = (samples["reward"] * samples["mask"]).sum(1)
+        ended = (samples["ended"] & samples["mask"]).float()  # [M, h, n]
+        in_whole_games = ended.flip(1).cumsum(1).flip(1) > 0
+        total = (samples["reward"] * samples["mask"] * in_whole_games).sum(1)  # [M, n]
+        games = ended.sum(1)
+        count = games.sum(1).clamp(min=1)
+        mean = total.sum(1) / count
+        error = (total - mean[:, None] * games).square().sum(1) / count.square()
         decided = samples["log_prob"].isfinite().flatten(1).all(1)
-        return torch.where(decided, total.mean(1), math.nan), total.var(1) / total.shape[1]
+        return torch.where(decided, mean, math.nan), error
 
     def held_out_return():
         """The same, of real games"""

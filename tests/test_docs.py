@@ -107,7 +107,9 @@ def check_world_model(script, state, metrics):
 
 def check_ablation(script, state, metrics):
     batch = script.train_iteration(state)["imagined"]
-    assert set(batch["weight"].flatten().tolist()) <= {0.0, 1.0, 0.5, 0.25, 0.125} and (batch["weight"] == 0.25).any()
+    depth = -batch["weight"].unflatten(1, (state.args.imagination_horizon, -1)).log2()
+    assert (depth[:, 0] == 0).all() and (depth[:, 2] == 2).any()
+    assert ((depth[:, 1:] == 0) | (depth[:, 1:] == depth[:, :-1] + 1)).all() and (depth[:, 1:] == 0).any()
 
 
 def check_curve(script, state, metrics):

@@ -764,10 +764,14 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(run):
         if policy_is_judged[0]:
             judged.append(weights(policy))
             new = len(judged) % 2 == 1
-            samples["mask"] = torch.ones_like(samples["mask"])
-            pay = torch.tensor([3.0 if b and new else 1.0 for b in better])
-            noise = torch.rand(samples["reward"].shape, generator=torch.Generator().manual_seed((len(judged) + 1) // 2))
-            samples["reward"] = pay[:, None, None].expand_as(samples["reward"]) + 0.001 * noise  # the same for both
+            # Two games in three of four rows, one in the other; what follows is cut, then it does not count.
+            samples["ended"] = torch.zeros_like(samples["ended"])
+            samples["ended"][:, 1, :3] = samples["ended"][:, [3, 5]] = True
+            samples["mask"] = (torch.arange(6) < 5)[:, None].expand_as(samples["mask"])
+            in_second_round = 1.0 if len(judged) > 2 else 2.2
+            pay = torch.tensor([2.25 if b else in_second_round for b in better]) if new else torch.ones(2)
+            samples["reward"] = pay[:, None, None] + torch.tensor([1.0, -1.0, 1.0, -1.0]).expand(2, 6, 4)
+            samples["reward"][:, 4:] = 100.0
         policy_is_judged[0] = True
         return samples
 
@@ -784,14 +788,14 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(run):
     for _ in range(2):
         policy_is_judged[0] = False  # the first imagined games of a round are for learning
         _, metrics = next(rounds)
-    assert metrics["policy changed"].tolist() == better and len(judged) == 4 and len(learned) == 2
+        assert metrics["policy changed"].tolist() == better, "2.743 is less, 2.857 more than two standard errors"
+    assert len(judged) == 4 and len(learned) == 2
     assert all(equal(found, before) for found in judged[1::2]) and all(map(equal, judged[::2], learned))
     assert all(map(equal, started, [before, *learned])), "learning goes on, used or not"
     for name, p in policy.state_dict().items():
         for m in range(2):
             assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
-    expected = [18.0 if b else 6.0 for b in better]
-    assert metrics["imagined return"].tolist() == pytest.approx(expected, rel=1e-2)
+    assert metrics["imagined return"].tolist() == pytest.approx([16 / 7, 2.25 * 16 / 7]), "of a game that ended"
 
 
 def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
@@ -799,17 +803,17 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(run):
     starts, rounds = [], loop()
     watch(args, "imagine", starts)
     _, metrics = next(rounds)
-    (flags, _, _, start, mask, horizon), _ = starts[0]
-    assert start.board.shape[:2] == (6, 4) and (start.time == 0).all() and mask.all() and horizon.tolist() == [6] * 6
+    (flags, _, _, start, rows, horizon), _ = starts[0]
+    assert start.board.shape[:2] == (6, 1024) and (start.time == 0).all() and rows == 4 and horizon.tolist() == [6] * 6
     assert metrics["test steps"].tolist() == [0] * 6
     decay = hopplus_ppo.history_decay(flags)
-    now, before = state.games.history[:, :1].expand(-1, 4, -1, -1).chunk(2, 3)
+    now, before = state.games.history[:, :1].expand(-1, 1024, -1, -1).chunk(2, 3)
     assert torch.equal(start.history, torch.cat([0 * now, decay * (before + now)], 3)), "as if the game had ended"
     assert decay > 0 and now.any() and before.any()
     kept = args.run.checkpoint["states"][0]["games"]["replay"]["data"]
     for m in range(6):
         own = kept["board"][:, m][kept["time"][:, m] == 0]
-        for board in start.board[m]:
+        for board in start.board[m].unique(dim=0):
             assert any(torch.equal(board, other) for other in own), "of the learner's own replay"
 
 

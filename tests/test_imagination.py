@@ -39,11 +39,11 @@ from torch import nn
 
 
 class TrueWorld:
-    """The rules in the place of the world model. `change` makes something else of (board, reward) in call number
-    `len(said)`."""
+    """The rules in the place of the world model, and a list of what it was given and said. `change` makes something
+    else of (board, reward) in call number `len(said)`."""
 
     def __init__(self, env, change=lambda board, reward, call: (board, reward)):
-        self.env, self.change, self.said = env, change, []
+        self.env, self.change, self.said, self.joints = env, change, [], []
 
     def __call__(self, board, walls, joint, next_board=None, reward=None, method="predict"):
         config = self.env.config
@@ -66,6 +66,7 @@ class TrueWorld:
             return (new != next_board).any(2) + (paid - reward).abs() > 1e-6
         new, paid = self.change(new.clone(), paid, len(self.said))
         self.said.append(new)
+        self.joints.append(joint)
         return new, paid
 
 
@@ -110,87 +111,97 @@ def test_world_model_ignores_steps_without_the_learner(monkeypatch):
 
 
 def starts(state, count=60, rollouts=2):
+    """States to imagine from [M, n, ...]; how many earlier games are remembered, in the history, numbers them"""
     for _ in range(rollouts):
         state.games.replay.push(play(state, state.args.num_steps)[0])
-    games = -(-count // state.args.num_steps)
-    windows = state.games.replay.sample(games, window=1)
+    windows = state.games.replay.sample(-(-count // state.args.num_steps), window=1)
     start = hop.replayed_states(state.args, state.games.env, state.networks, windows)
-    return start, hop.learner_mask(state.args.config, start.board)
+    start.history[..., state.args.subgoal_hidden] = torch.arange(start.done.shape[1])[:, None]
+    return start
 
 
-def imagined(state, start, mask, world=None, horizon=99):
+def where_present(config, start):
+    """Index of as many states of each learner, where it is on the board"""
+    present = hop.learner_mask(config, start.board)
+    rows = present.byte().argsort(dim=1, descending=True, stable=True)
+    return torch.arange(len(rows))[:, None], rows[:, : int(present.sum(1).min())]
+
+
+def in_turn(start):
+    """A patch: row i always begins with start i. All learners must be there."""
+    rand, size = torch.rand, start.done.shape
+    each = ((torch.arange(size[1]) + 0.5) / size[1]).expand(size)
+    return mock.patch.object(torch, "rand", lambda *given, **named: each if given == size else rand(*given, **named))
+
+
+def imagined(state, start, world=None, horizon=99, rows=None):
     networks = state.networks if world is None else state.networks._replace(world=world)
     horizon = torch.as_tensor(horizon).expand(len(state.horizon))
-    with mock.patch.object(hop, "drop_masked", lambda batch, *_: batch):  # as on a GPU
-        dream = hop.imagine(state.args, state.games.env, networks, start, mask, horizon)
+    dream = hop.imagine(state.args, state.games.env, networks, start, rows or start.done.shape[1], horizon)
     return dream | read_inputs(state.args.config, dream["inputs"])
 
 
-def test_games_that_ended_are_imagined_no_further_and_the_others_as_before(monkeypatch):
-    """With the likeliest actions and subgoals, so that nothing depends on how many rows are drawn for"""
-    monkeypatch.setattr(hop.game, "sample", lambda probs: probs.argmax(-1))
-    monkeypatch.setattr(hop, "goal_noise", lambda args, *shape, device: torch.zeros(*shape, args.goal_dim))
-    state = make_state(num_envs=12)
-    start, mask = starts(state)
-    horizon = torch.tensor([99, 99, 2])
-    world = TrueWorld(state.games.env)
-    every_row = imagined(state, start, mask, world, horizon)
-    sizes = []
-    perceive = hop.perceive
-    monkeypatch.setattr(hop, "perceive", lambda *inputs: (sizes.append(inputs[4].shape[1]), perceive(*inputs))[1])
-    networks = state.networks._replace(world=world)
-    dropped = hop.imagine(state.args, state.games.env, networks, start, mask, horizon)
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], "fewer and fewer"
-    counts = dropped["mask"]
-    assert torch.equal(counts, every_row["mask"]) and counts.any() and not counts.all()
-    for name in dropped.keys() - {"value"}:
-        torch.testing.assert_close(dropped[name][counts], every_row[name][counts], msg=name)
-    batches = [hop.make_ppo_batch(state.args, samples, real=False) for samples in (dropped, every_row)]
-    for name in ("advantage", "returns"):  # also where the third learner's are cut
-        first, second = (batch[name][counts.flatten(1)] for batch in batches)
-        torch.testing.assert_close(first, second, msg=name)
-
-
 @pytest.mark.parametrize("limit", [None, 1])
-def test_imagined_games_follow_the_rules_and_end(limit):
+def test_imagined_games_follow_the_rules_and_begin_anew_when_they_are_over(limit, monkeypatch):
+    """Each where another real one was, of the same learner, on the board; where the horizon cuts them one step later,
+    as they are worth what the critic says of the state there"""
     config = dataclasses.replace(TINY_CONFIG, steps_after_first_hunt=limit)
-    state = make_state(config=config, num_envs=12)
-    start, mask = starts(state)
-    world = TrueWorld(state.games.env)
-    dream = imagined(state, start, mask, world)
-    time, first, board, expected, ends = start.time.int(), start.first_hunt.int(), start.board, mask, {}
-    for k in range(4):
-        assert torch.equal(dream["board"][:, k], board) and torch.equal(dream["mask"][:, k], expected)
-        torch.testing.assert_close(dream["clock"][:, k], time / 6)
-        _, _, legal = views(state, start._replace(board=board))
-        assert torch.equal(dream["legal"][:, k], legal[:, :, 0]) and not legal.all(3).any()
-        assert legal[:, :, 0].gather(2, dream["action"][:, k][..., None]).all()
-        if k < 3:
-            joint = dream["last_joint"][:, k + 1]
-            assert torch.equal(joint[..., 0], dream["action"][:, k]) and legal.gather(3, joint[..., None]).all()
-        after, time = world.said[k], time + 1
+    state = make_state(config=config, num_envs=12, imagination_horizon=10)
+    start = starts(state)
+    horizon, world, situations, perceive = torch.tensor([99, 99, 2]), TrueWorld(state.games.env), [], hop.perceive
+    monkeypatch.setattr(hop, "perceive", lambda *given: (situations.append(given[4:]), perceive(*given))[1])
+    dream = imagined(state, start, world, horizon, rows=300)
+    begins, drawn, ends = torch.ones(3, 300, dtype=torch.bool), torch.zeros(start.done.shape), {}
+    time = first = age = torch.zeros(3, 300, dtype=torch.int32)
+    for k in range(10):
+        board, walls, clock, last_joint, history = situations[k]
+        number = history[:, :, 0, state.args.subgoal_hidden].long()
+        own = hop.Transitions(*(x[torch.arange(3)[:, None], number] for x in start))
+        drawn += torch.nn.functional.one_hot(number, drawn.shape[1]).mul(begins[..., None]).sum(1)
+        time, age = torch.where(begins, own.time.int(), time + 1), torch.where(begins, 0, age + 1)
+        first = torch.where(begins, own.first_hunt.int(), first)
+        for found, expected in ((walls, own.walls), (history, own.history)):
+            assert torch.equal(found[begins], expected[begins])
+        before = begins[..., None]
+        assert torch.equal(board, torch.where(before, own.board, world.said[k - 1] if k else own.board))
+        assert torch.equal(last_joint, torch.where(before, own.last_joint, world.joints[k - 1] if k else 0))
+        assert torch.equal(dream["board"][:, k], board)
+        torch.testing.assert_close(clock, time / 6)
+        _, _, legal = views(state, own._replace(board=board))
+        joint, after = world.joints[k], world.said[k]
+        assert torch.equal(dream["legal"][:, k], legal[:, :, 0]) and legal.gather(3, joint[..., None]).all()
+        assert torch.equal(dream["action"][:, k], joint[..., 0])
         caught = (after[:, :, 3:] != board[:, :, 3:]).any(2)
-        first = torch.where(caught & (first < 0), time, first)
-        ends["clock"], ends["left"] = time >= 6, after[:, :, 0] == TINY_CONFIG.num_cells
-        ends["limit"] = (first >= 0) & (time - first >= limit) if limit else torch.zeros_like(mask)
-        assert torch.equal(dream["ended"][:, k], ends["clock"] | ends["left"] | ends["limit"])
-        if k < 2:
-            found = {name: bool((x & dream["mask"][:, k]).any()) for name, x in ends.items()}
-        board, expected = after, expected & ~dream["ended"][:, k]
-    assert found == {"clock": True, "left": True, "limit": bool(limit)}
-    assert not mask.all() and not dream["mask"][:, 0][~mask].any(), "who has left imagines nothing"
-    batch = hop.make_ppo_batch(state.args, dream, real=False)
-    assert torch.equal(batch["weight"] > 0, dream["mask"].flatten(1, 2))
+        first = torch.where(caught & (first < 0), time + 1, first)
+        over = {"clock": time + 1 >= 6, "left": after[:, :, 0] == TINY_CONFIG.num_cells}
+        over["limit"] = (first >= 0) & (time + 1 - first >= limit) if limit else torch.zeros_like(begins)
+        assert torch.equal(dream["ended"][:, k], over["clock"] | over["left"] | over["limit"])
+        over["cut"] = age == horizon[:, None]
+        assert torch.equal(dream["mask"][:, k], ~over["cut"])
+        begins = torch.stack([*over.values()]).any(0)
+        ends = {name: ends.get(name, False) | bool(x.any()) for name, x in over.items()}
+    assert ends == {"clock": True, "left": True, "limit": bool(limit), "cut": True}
+    present = hop.learner_mask(config, start.board)
+    assert torch.equal(drawn > 0, present) and not present.all(), "every state, but where the learner has left"
+
+
+def test_where_a_learner_is_nowhere_it_imagines_nothing():
+    state = make_state(num_envs=12)
+    start = starts(state)
+    start.board[1, ..., 0] = TINY_CONFIG.num_cells
+    assert imagined(state, start)["mask"].flatten(1).float().mean(1).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("goal_kind", ["continuous", "discrete"])
 def test_imagined_subgoals_are_inferred_as_real_ones_are(goal_kind):
     state = make_state(goal_kind=goal_kind, num_envs=8)
     w, out, _ = play(state, 8)
-    real = one_step(w, 3)
-    dream = imagined(state, real, torch.ones_like(real.done))
-    torch.testing.assert_close(dream["goals"][:, 0], out["goals"][:, 3], atol=1e-2, rtol=1e-2)  # half precision
-    torch.testing.assert_close(dream["value"][:, 0], out["value"][:, 3], atol=1e-2, rtol=1e-2)
+    place = where_present(TINY_CONFIG, one_step(w, 3))
+    real = hop.Transitions(*(x[place] for x in one_step(w, 3)))
+    with in_turn(real):
+        dream = imagined(state, real)
+    for name in ("goals", "value"):
+        torch.testing.assert_close(dream[name][:, 0], out[name][:, 3][place], atol=1e-2, rtol=1e-2)  # half precision
     assert (dream["goals"] != 0).any(3).all()
     history, never = real.history.float(), torch.zeros_like(real.done)
     for k in range(4):
@@ -205,10 +216,12 @@ def test_imagined_subgoals_are_inferred_as_real_ones_are(goal_kind):
             if k < 3:
                 joint = dream["last_joint"][:, k + 1]
                 given = state.args, state.games.env, state.networks, belief, joint, history, never
-                history = hop.update_history(*given)
+                begins_anew = dream["ended"][:, k, :, None, None]
+                history = torch.where(begins_anew, real.history.float(), hop.update_history(*given))
         torch.testing.assert_close(dream["value"][:, k], value)
         own = log_probs.gather(2, dream["action"][:, k][..., None])[..., 0]
         torch.testing.assert_close(dream["log_prob"][:, k], own)
+    assert dream["ended"][:, :3].any() and not dream["ended"][:, :3].all()
 
 
 def test_imagined_co_players_are_drawn_from_moa():
@@ -216,7 +229,7 @@ def test_imagined_co_players_are_drawn_from_moa():
     state = make_state(num_envs=8)
     enlarge_moa(state, 1000.0)
     state.networks.inference.params["head.2.bias"].data[..., state.args.goal_dim :] = 3.0  # it is far from certain
-    start, _ = starts(state, 8)
+    start = starts(state, 8)
     everybody = on_board(TINY_CONFIG, start.board[:, :, :3]).all(2)  # [M, n]
     first = everybody.byte().argmax(1, keepdim=True).expand(-1, 4000)
     many = hop.Transitions(*(x[torch.arange(3)[:, None], first] for x in start))
@@ -228,8 +241,9 @@ def test_imagined_co_players_are_drawn_from_moa():
         drawn, mean = (hop.predict_actions(*given, x).exp() for x in (noise, torch.zeros_like(noise)))
     expected = drawn.mean(1)  # [M, K, 7]
     assert ((expected - mean[:, 0]).abs().amax((1, 2)) > 0.1).all(), "which subgoal it is matters"
-    dream = imagined(state, many, torch.ones_like(many.done))
-    found = torch.nn.functional.one_hot(dream["last_joint"][:, 1, :, 1:], 7).float()
+    world = TrueWorld(state.games.env)
+    imagined(state, many, world)
+    found = torch.nn.functional.one_hot(world.joints[0][..., 1:], 7).float()
     torch.testing.assert_close(found.mean(1), expected, atol=0.03, rtol=0)
     both = torch.einsum("mna,mnb->mab", found[:, :, 0], found[:, :, 1]) / 4000
     independent = expected[:, 0, :, None] * expected[:, 1, None]
@@ -239,9 +253,10 @@ def test_imagined_co_players_are_drawn_from_moa():
 def test_imagined_actions_of_the_learner_are_drawn_from_its_policy():
     """Not its likeliest ones: each as often as the policy says"""
     state = make_state(num_envs=8)
-    start, _ = starts(state, 8)
-    first = hop.Transitions(*(x[:, :1].expand(-1, 2000, *x.shape[2:]) for x in start))
-    dream = imagined(state, first, torch.ones_like(first.done))
+    start = starts(state, 8)
+    learner, rows = where_present(TINY_CONFIG, start)
+    first = hop.Transitions(*(x[learner, rows[:, :1]] for x in start))
+    dream = imagined(state, first, rows=2000)
     action, prob = dream["action"][:, 0], dream["log_prob"][:, 0].exp()
     frequency = torch.nn.functional.one_hot(action, 7).float().mean(1)
     torch.testing.assert_close(frequency.gather(1, action), prob, atol=0.05, rtol=0)
@@ -256,13 +271,12 @@ def test_a_share_of_the_imagined_games_starts_from_rule_based_ones(share, monkey
     marked = rule_based._replace(time=rule_based.time + 100, history=torch.full_like(rule_based.history, 3.0))
     state.watched.replay.push(marked)
     monkeypatch.setattr(hop, "imagine", lambda *given: (seen.append(given[3]), imagine(*given))[1])
-    monkeypatch.setattr(hop, "drop_masked", lambda batch, *_: batch)
     train(state)
     marks = seen[0].time >= 100
     assert marks.float().mean(1).tolist() == pytest.approx([share] * 3, abs=0.1)
     windows = marks.shape[1] // state.args.num_steps
     first_steps, own = seen[0].history[:, :windows], marks[:, :windows]
-    assert (first_steps[own] == 3).all() and not (first_steps[~own] == 3).any()
+    assert (first_steps[own] == 3).all() and not (first_steps[~own] == 3).flatten(1).all(1).any()
 
 
 def test_without_watched_games_imagination_starts_from_the_learners_own():
@@ -273,16 +287,21 @@ def test_without_watched_games_imagination_starts_from_the_learners_own():
 
 def test_imagination_stops_at_the_horizon_and_bootstraps():
     state = make_state(gamma=0.5, num_envs=12)
-    start, mask = starts(state)
-    dream = imagined(state, start, mask, TrueWorld(state.games.env), horizon=[0, 2, 99])
-    assert not dream["mask"][0].any() and not dream["mask"][1, 2:].any() and dream["mask"][2, 3].any()
-    cut = dream["mask"][1, 1] & ~dream["ended"][1, 1]
+    start = starts(state)
+    world = TrueWorld(state.games.env)
+    dream = imagined(state, start, world, horizon=[0, 2, 99])
+    mask = dream["mask"]
+    assert not mask[0].any() and mask[1, :2].all() and mask[2].all()
+    went_on = ~dream["ended"][1, 0]
+    cut = went_on & ~dream["ended"][1, 1]
+    assert torch.equal(mask[1, 2], ~cut) and torch.equal(dream["board"][1, 2][cut], world.said[1][1][cut])
     batch = hop.make_ppo_batch(state.args, dream, real=False)
+    assert torch.equal(batch["weight"] > 0, mask.flatten(1, 2))
     returns = batch["returns"].unflatten(1, (4, -1))[1, 1]
     torch.testing.assert_close(returns[cut], (dream["reward"][1, 1] + 0.5 * dream["value"][1, 2])[cut])
-    ended = dream["mask"][1, 1] & dream["ended"][1, 1]
+    ended = dream["ended"][1, 1]
     torch.testing.assert_close(returns[ended], dream["reward"][1, 1][ended])
-    assert cut.any() and ended.any()
+    assert cut.any() and ended.any() and mask[1, 3][cut].all(), "one step later it has begun anew"
 
 
 def test_the_horizon_is_measured_by_boards_and_payoffs():
@@ -364,20 +383,22 @@ def test_each_learner_imagines_as_far_as_its_own_world_model_is_good(monkeypatch
     state, measure = make_state(num_envs=16, offline_ratio=0.0), hop.measure_horizon
     horizons = torch.tensor([0, 2, 4])
     monkeypatch.setattr(hop, "measure_horizon", lambda *given: (horizons, measure(*given)[1]))
-    weight = train(state)["imagined"]["weight"].unflatten(1, (4, -1))  # [M, h, n]
-    for m, horizon in enumerate(horizons.tolist()):
-        assert (weight[m] > 0).any(1).tolist() == [k < horizon for k in range(4)]
+    counts = train(state)["imagined"]["weight"].unflatten(1, (4, -1)) > 0  # [M, h, n]
+    assert not counts[0].any() and counts[2].all()
+    share = counts.flatten(1).float().mean(1)
+    assert 0.7 < share[1] < 1
+    torch.testing.assert_close(torch.tensor(state.metrics.read()["imagined/share"]), share)
 
 
 def test_a_bonus_in_shape_reward_reaches_real_and_imagined_steps(monkeypatch):
     state = make_state(num_envs=12)
-    start, mask = starts(state)
+    start = starts(state)
     w, out, _ = play(state, 8)
 
     def rewards():
         torch.manual_seed(1)
         world = TrueWorld(state.games.env)
-        dream = imagined(state, start, mask, world)
+        dream = imagined(state, start, world)
         next_board = torch.stack(world.said, 1)
         return hop.real_samples(state.args, TINY_CONFIG, w, out)["reward"], dream["reward"], dream, next_board
 
@@ -558,8 +579,7 @@ def test_samples_without_weight_do_not_matter(monkeypatch):
 def test_the_critic_learns_from_imagined_samples_only_if_asked_to(data):
     args = make_args(critic_data=data, imagined_weight=0.5)
     state = make_state(critic_data=data, imagined_weight=0.5)
-    start, mask = starts(state, 20)
-    dream = hop.make_ppo_batch(args, imagined(state, start, mask), real=False)
+    dream = hop.make_ppo_batch(args, imagined(state, starts(state, 20), horizon=2), real=False)
     w, out, _ = play(state, 8)
     real = hop.make_ppo_batch(args, hop.real_samples(args, TINY_CONFIG, w, out), real=True)
     assert real["weight"].unique().tolist() == [0, 1] and torch.equal(real["critic_weight"], real["weight"])
