@@ -1,48 +1,40 @@
-"""Runs the experiments that answer the project's questions on one GPU, and draws their figures.
+"""Runs the experiments that answer the project's questions on one GPU, and draws their tables.
 
     python benchmarks/experiments.py --list
-    python benchmarks/experiments.py --section stays-8x8 --parallel 6     # a step of the ladder
-    python benchmarks/experiments.py --section others --parallel 5    # learners to be met in 7 and 8
-    python benchmarks/experiments.py --section 7 8 --parallel 4
-    python benchmarks/experiments.py --section worst     # the worst case in 7 and 8
-    python benchmarks/experiments.py --section pretraining moa --parallel 1    # alone: seconds are compared
-    python benchmarks/experiments.py --draw        # only tables and figures, from docs/data
+    python benchmarks/experiments.py --section stays-8x8 --parallel 6
+    python benchmarks/experiments.py --section others 7 --parallel 5     # whom they meet, and learners
+    python benchmarks/experiments.py --section pretraining moa --parallel 1    # seconds are compared
+    python benchmarks/experiments.py --draw                              # only tables, from docs/data
 
-A run that is finished is not made again (its folder in --run-dir has a file `finished`), and one that was cut off goes
-on from its last checkpoint; sections share runs. HOP+ is hopplus_ppo.py with its defaults everywhere: only the board,
-the games at once, the steps and the seeds differ, and in section `dose` the flag that it asks about.
+Every command of a run is made once (its folder in --run-dir then has NUMBER.seconds), and training
+that was cut off goes on from its checkpoint; sections share runs. HOP+ is hopplus_ppo.py with its
+defaults, but for the game and its seats, and for what section `dose` asks about.
 
-What is run stands in sections.py; tables.py and worst_case.py make tables and figures.
-
-Settings were chosen with seeds 1 to 5
-(docs/data/tuning.csv) and are tested with seeds from 11 on; differences are paired by seed, intervals are Student's t.
+What is run stands in sections.py, what is printed and drawn in tables.py. Settings were chosen with
+seeds below 11 (docs/data/tuning.csv) and are tested with seeds from 11 on.
 """
 
 import concurrent.futures
 import dataclasses
-import glob
-import itertools
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import tables
-from benchmarks.results import read, read_csv, write
-from benchmarks.sections import BOARDS, GRU, SECTIONS, Run, Section, label_of, other_runs
-from benchmarks.worst_case import HARDEST
-from stag_hunt_env import UserError, command_line, parse, refuse
+from benchmarks.sections import GRU, SECTIONS, Run, other_runs
+from benchmarks.tables import HARDEST, read, read_csv, write
 
 import numpy as np
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
+MOA_MEASURES = ("NLL", "top-1", "recall")
 FOLLOWED = {  # name in our tables: key in metrics.jsonl
     "return": "charts/episodic_return",
     "stag": "charts/stag_share",
@@ -53,153 +45,95 @@ FOLLOWED = {  # name in our tables: key in metrics.jsonl
 
 @dataclasses.dataclass
 class Args:
-    section: tuple[str, ...] = tuple(SECTIONS)
-    """which sections"""
-    list: bool = False
-    """only say what there is"""
-    draw: bool = False
-    """only draw the figures and print the tables from docs/data"""
-    parallel: int = 3
-    """commands at once: runs, and what follows them"""
-    only: tuple[str, ...] = ()
-    """only these runs of the sections"""
-    extra: str = ""
-    """flags for all runs, for example to try the script on a CPU"""
-    extra_before: str = ""
-    """the same for what goes before a run"""
-    extra_then: str = ""
-    """the same for what follows a run"""
-    run_dir: str = "runs/experiments"
-    """where the runs go"""
-    docs: str = str(ROOT / "docs")
-    """tables go to data, figures to results in here"""
+    section: tuple[str, ...] = tuple(SECTIONS)  # which sections
+    list: bool = False  # only say what there is
+    draw: bool = False  # only print the tables and draw the figures, from docs/data
+    parallel: int = 3  # runs at once
+    extra: str = ""  # flags of all trainings, for example to try them on a CPU
+    run_dir: str = "runs/experiments"  # where the runs go
+    docs: str = str(ROOT / "docs")  # tables go to data, figures to results in here
 
 
-# ----------------------------------------------------------------------------------------
-# Running
+# ---- Running
+def commands_of(args: Args, run: Run) -> list[str]:
+    """What goes before it, the training, what follows it"""
+    return [*run.before, f"{run.script} {run.flags} {args.extra}", *run.then]
 
 
 def folder_of(args: Args, run: Run) -> Path:
-    before = itertools.chain(*run.before)
-    words = [run.script, run.flags, *before, *run.then, args.extra, args.extra_then]
-    if run.before and args.extra_before:
-        words.append(args.extra_before)
-    text = " ".join(words)
-    name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
+    text = " ".join(" ".join(commands_of(args, run)).split())
+    name = "".join(c if c.isalnum() else "_" for c in text)
     return Path(args.run_dir).resolve() / f"{name[:120]}_{zlib.crc32(text.encode()):08x}"
 
 
-def checkpoints_in(folder: Path) -> list[str]:
-    """One, or with ppo_gru.py one for each seed"""
-    return sorted(glob.glob(f"{folder}/*/checkpoint.pt"))
+def training_of(args: Args, run: Run) -> Path:
+    """The folder of its training command"""
+    return folder_of(args, run) / str(len(run.before))
 
 
-def named_others(args: Args, board: str) -> list[str]:
-    """NAME=checkpoint of the finished runs of section `others`"""
+def is_trained(args: Args, run: Run) -> bool:
+    return training_of(args, run).with_suffix(".seconds").exists()
+
+
+def run_folder(folder: Path) -> str:
+    """Of several seeds the first one's has the checkpoint"""
+    found = sorted(folder.glob("*/checkpoint.pt"))
+    if not found:
+        raise FileNotFoundError(f"{folder} has no checkpoint")
+    return str(found[0].parent)
+
+
+def words_of(args: Args, run: Run, command: str) -> list[str]:
+    """RUN: the folder of the training; BEFORE_0: of what went before; OTHERS_4x4: NAME=FOLDER of the
+    learners of section `others` on that board"""
     words = []
-    for name, run in other_runs(board).items():
-        folder = folder_of(args, run)
-        paths = checkpoints_in(folder)
-        missing = not paths or not (folder / "finished").exists()
-        label = label_of(name, board)
-        refuse(missing, f"{folder}: {label} of --section others is not finished or has no checkpoint")
-        words.append(f"{name}={paths[0]}")
+    for word in command.split():
+        kind, _, name = word.partition("_")
+        if word == "RUN":
+            words.append(run_folder(training_of(args, run)))
+        elif kind == "BEFORE":
+            words.append(run_folder(folder_of(args, run) / name))
+        elif kind == "OTHERS":
+            others = other_runs(name).items()
+            words += [f"{label}={run_folder(training_of(args, other))}" for label, other in others]
+        else:
+            words.append(word)
     return words
 
 
-def resolve(args: Args, command: str, checkpoints: list[str]) -> list[str]:
-    """The words of a command that follows a run. RUN: its checkpoints. OTHERS_4x4, OTHERS_8x8: the learners of section
-    `others` on that board. --extra-then goes before the flags of another script."""
-    words = []
-    for word in command.split():
-        if word == "RUN":
-            words += checkpoints
-        elif word.startswith("OTHERS_"):
-            words += named_others(args, word.removeprefix("OTHERS_"))
-        else:
-            words.append(word)
-    end = words.index("--") if "--" in words else len(words)
-    return [*words[:end], *args.extra_then.split(), *words[end:]]
-
-
-def make(args: Args, run: Run, places: threading.Semaphore) -> None:
-    """The run and what follows it. places: how many commands may run at once, with those of other runs"""
-    folder = folder_of(args, run)
-    if (folder / "finished").exists():
-        return
-    trained = (folder / "seconds").exists()
-    resumable = trained or run.script != GRU  # the baseline saves only at the end
-    begun = checkpoints_in(folder) if resumable else []
-    if not begun:
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-        folder.mkdir(parents=True)
-
-    def call(log: str, *command: str) -> float:
-        """-> seconds"""
-        with places, open(folder / f"{log}.log", "a") as file:
-            started = time.perf_counter()
-            subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, check=True)
-            return time.perf_counter() - started
-
-    def follow(number: int, command: str) -> None:
-        done = folder / f"then_{number}.done"
-        if not done.exists():  # else of an attempt that was cut off later
-            call(f"then_{number}", *resolve(args, command, checkpoints_in(folder)))
-            done.touch()
-
-    flags = [*run.flags.split(), *args.extra.split(), "--run-dir", str(folder)]
-    if run.script != GRU:
-        flags += ["--save-seconds", "120"]
-    if begun:
-        flags = ["--resume", begun[0]]
-    elif run.before:
-        seconds = 0.0
-        for number, (script, script_flags, flag) in enumerate(run.before):
-            there = folder / f"before_{number}"
-            script_flags = [*script_flags.split(), *args.extra_before.split()]
-            seconds += call(f"before_{number}", script, *script_flags, "--run-dir", str(there))
-            flags += [flag, checkpoints_in(there)[0]]
-        (folder / "seconds_before").write_text(f"{seconds:.1f}")
-    if not trained:
-        seconds = call("train", run.script, *flags)
-        (folder / "seconds").write_text(f"{seconds:.1f}")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for job in [pool.submit(follow, *item) for item in enumerate(run.then)]:
-            job.result()
-    if not run.keep:
-        for path in checkpoints_in(folder):
-            Path(path).unlink()
-    (folder / "finished").touch()
-
-
-def needed_first(runs: list[Run]) -> list[Run]:
-    """The learners that follow-ups of these runs name"""
-    named = {word for run in runs for command in run.then for word in command.split()}
-    boards = [board for board in BOARDS if f"OTHERS_{board}" in named]
-    return [run for board in boards for run in other_runs(board).values()]
+def make(args: Args, run: Run) -> None:
+    for number, command in enumerate(commands_of(args, run)):
+        folder = folder_of(args, run) / str(number)
+        done = folder.with_suffix(".seconds")
+        if done.exists():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        words = words_of(args, run, command)
+        begun = list(folder.glob("*/checkpoint.pt"))
+        if number <= len(run.before):
+            words += ["--run-dir", str(folder)]
+        if number == len(run.before) and begun and run.script != GRU:  # who does not resume begins anew
+            words = [run.script, "--resume", run_folder(folder)]
+        start = time.perf_counter()
+        with open(folder.with_suffix(".log"), "a") as file:
+            subprocess.run([sys.executable, *words], cwd=ROOT, stdout=file, stderr=file, check=True)
+        done.write_text(f"{time.perf_counter() - start:.1f}")
 
 
 def make_all(args: Args, runs: list[Run]) -> None:
-    begun = time.perf_counter()
-    places = threading.Semaphore(args.parallel)
+    start = time.perf_counter()
     longest_first = sorted(dict.fromkeys(runs), key=lambda run: -len(run.then))
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-        jobs = {pool.submit(make, args, run, places): run for run in longest_first}
+        jobs = {pool.submit(make, args, run): run for run in longest_first}
         for count, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            state = "done"
             error = job.exception()
-            if error is not None:
-                reason = error if isinstance(error, UserError) else "see its logs"
-                state = f"FAILED, {reason}"
-            seconds = f"{time.perf_counter() - begun:.0f} s"
+            state = "done" if error is None else f"FAILED, see its logs: {error}"
+            seconds = f"{time.perf_counter() - start:.0f} s"
             name = folder_of(args, jobs[job]).name
             print(f"{seconds}, {count} of {len(jobs)}: {state}: {name}", flush=True)
 
 
-# ----------------------------------------------------------------------------------------
-# docs/data, from the folders of the runs
-
-
+# ---- docs/data, from the folders of the runs
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -212,21 +146,11 @@ def figures_of(row: dict) -> dict[str, float]:
     return figures
 
 
-def figures_before(folder: Path) -> list[dict[str, float]]:
-    """What pretrain_vae.py found in held-out games, seed by seed"""
-    of_seeds = []
-    for path in sorted(folder.glob("before_*/*/evaluation/final.csv")):
-        found = {row["metric"]: float(row["with history"]) for row in read_csv(path)}
-        of_seeds.append({name: found[name] for name in ("probe_accuracy", "top1", "nll")})
-    return of_seeds
-
-
 def watched_steps(flags: dict, iterations: int) -> int:
-    """Env steps of rule-based games that the models of a seed have learned from after so many iterations. flags: those
-    of a training script, as in args.json"""
+    """Env steps of rule-based games that the models of a seed have learned from after so many
+    iterations. flags: those of a training script, as in args.json"""
     has_world_model = flags["imagination"] or flags.get("planner", "none") != "none"
-    infers = flags["subgoals"] != "none"
-    if not has_world_model and not infers:
+    if not has_world_model and flags["subgoals"] == "none":
         return 0
     in_preparation = 0
     updates = flags["pretraining_updates"]
@@ -241,32 +165,23 @@ def watched_steps(flags: dict, iterations: int) -> int:
     return in_preparation + beside
 
 
-def count_from_the_start(folder: Path, flags: dict, lines: list[dict]) -> None:
-    """Adds to each line of metrics.jsonl the steps and seconds since the very start, with those of what went before"""
+def count_time(args: Args, run: Run, flags: dict, lines: list[dict]) -> None:
+    """Adds to each line of metrics.jsonl seconds of training, and steps and seconds since the very
+    start, with those of what went before"""
+    folder = folder_of(args, run)
+    log = training_of(args, run).with_suffix(".log").read_text()
+    ready = float((re.findall(r"ready after ([\d.]+) s", log) or [0])[0])
     steps_before = 0
-    for path in folder.glob("before_*.log"):
-        steps_before += int(re.search(r"in each seed: (\d+) env steps", path.read_text())[1])
-    seconds_before = 0.0
-    if (folder / "seconds_before").exists():
-        seconds_before = float((folder / "seconds_before").read_text())
+    for number in range(len(run.before)):
+        ready += float((folder / f"{number}.seconds").read_text())
+        rows = read_lines(next((folder / str(number)).glob("*/metrics.jsonl")))
+        steps_before += int(rows[-1].get("charts/env_steps", 0))
     for line in lines:
         iterations = line["steps"] // (flags["num_envs"] * flags["num_steps"])
-        line["all_steps"] = steps_before + watched_steps(flags, iterations) + line["steps"]
-        line["all_seconds"] = seconds_before + line["time/ready"] + line["time/training"]
-
-
-def figures_after(folder: Path) -> dict[int, dict[str, float]]:
-    """seed -> what subgoals.py says about its subgoals"""
-    of_seeds = {}
-    for path in folder.glob("*/subgoals_*_seeds.csv"):
-        for row in read_csv(path):
-            probes = {"after/probe": float(row["probe"]), "after/probe_majority": float(row["majority"])}
-            of_seeds[int(row["seed"])] = probes
-    return of_seeds
-
-
-def device_of(log: str) -> str:
-    return "cuda" if re.search(r" on (\d+ x )?cuda", log) else "cpu"
+        watched = watched_steps(flags, iterations) if run.script != GRU else 0
+        line["seconds"] = line["steps"] / line["charts/SPS"]
+        line["all_steps"] = steps_before + watched + line["steps"]
+        line["all_seconds"] = ready + line["seconds"]
 
 
 def summary_of(lines: list[dict]) -> dict:
@@ -280,15 +195,11 @@ def summary_of(lines: list[dict]) -> dict:
     means = [part.mean() for part in fifths]
     row["fall"] = max(means) - means[-1]
     # Not in the first line, which may count only games that ended early
-    reached = [k for k, f in enumerate(figures) if k > 0 and f.get("return", 0) >= 2.8]
-    first = lines[reached[0]] if reached else {}
-    row["steps_to_2.8"] = first.get("steps", "")
-    row["seconds_to_2.8"] = first.get("time/training", "")
-    if "all_steps" in lines[0]:
-        row["all_steps_to_2.8"] = first.get("all_steps", "")
-        row["all_seconds_to_2.8"] = first.get("all_seconds", "")
-    row |= {key: value for key, value in lines[-1].items() if key in ("time/training", "time/ready")}
-    return row
+    reached = [line for line, f in zip(lines[1:], figures[1:], strict=True) if f.get("return", 0) >= 2.8]
+    first = reached[0] if reached else {}
+    for name in ("steps", "seconds", "all_steps", "all_seconds"):
+        row[f"{name}_to_2.8"] = first.get(name, "")
+    return row | {"seconds": lines[-1]["seconds"]}
 
 
 def curve_of(lines: list[dict]) -> list[dict]:
@@ -300,75 +211,80 @@ def curve_of(lines: list[dict]) -> list[dict]:
     return rows
 
 
-def read_floats(path: Path) -> list[dict]:
-    """What has a point as a number, so that few of its digits are written"""
-    return [{key: float(x) if "." in x else x for key, x in row.items()} for row in read_csv(path)]
+def figures_before(folder: Path) -> dict[str, float]:
+    """What pretrain_vae.py found in held-out games of each seed: name -> [S]"""
+    found = {}
+    for path in sorted(folder.glob("*/*/evaluation/final.npz")):
+        for name in ("top1", "nll"):
+            found.setdefault(f"before/{name}", []).append(float(np.load(path)[f"moa/{name}"]))
+    return found
 
 
-def moa_tables(folder: Path) -> dict[str, list[dict]]:
-    """What evaluate.py says about MOA: by kind of co-player and seed, and by kind and action"""
-    scores = []
-    for path in sorted(folder.glob("*/evaluation_*_moa.csv")):
-        scores += [row for row in read_floats(path) if row["seed"] != "all"]
-    actions = []
-    for path in sorted(folder.glob("*/evaluation_*_moa_actions.csv")):
-        actions += read_floats(path)
-    return {"_moa": scores, "_moa_actions": actions}
+def probes(folder: Path) -> dict[str, float]:
+    """Of the subgoals in self-play: name -> [S]"""
+    names = {"probe": "after/probe", "most frequent prey": "after/probe_majority"}
+    found = {}
+    for path in folder.glob("*/evaluation_learner-learner-*.csv"):
+        for row in read_csv(path):
+            if row["measure"] in names and row["about"] == "all steps":
+                found.setdefault(names[row["measure"]], []).append(float(row["value"]))
+    return found
 
 
-def is_drawn(row: dict) -> bool:
-    """Of the curves of adaptation one is, see worst_case.py"""
-    return row["co_players"] == HARDEST and row["learner"] == "learning"
+def adaptations(folder: Path) -> dict[str, list[dict]]:
+    """What adapt.py says: means over the repetitions of each seed; returns beside the hardest team"""
+    scores, hardest = {}, []
+    for sets in tables.SETS:
+        for path in folder.glob(f"*/adaptation_{sets}.csv"):
+            for row in read_csv(path):
+                by_repetition = row["mode"] == tables.BAYES  # nobody trained it
+                seed = row["repetition"] if by_repetition else row["seed"]
+                place = sets, row["co_players"], row["mode"], seed
+                scores.setdefault(place, []).append(float(row["score"]))
+                if row["co_players"] == HARDEST and row["mode"] == "learning":
+                    hardest.append({name: x for name, x in row.items() if name.startswith("return at")})
+    names = ("sets", "co_players", "mode", "seed")
+    rows = [dict(zip(names, place, strict=True)) | {"score": np.mean(x)} for place, x in scores.items()]
+    curve = []
+    for name in hardest[0] if hardest else ():
+        mean = np.mean([float(row[name]) for row in hardest])
+        curve.append({"learner": "learning", "steps": name.split()[-1], "return": mean})
+    return {"_adaptation": rows, "_adaptation_curves": curve}
 
 
-def tables_of(folder: Path, run: Run, section: Section) -> dict[str, list[dict]]:
+def tables_of(args: Args, run: Run, number: str) -> dict[str, list[dict]]:
     """name of a table -> its rows of one run"""
-    adaptation_tables = ("_adaptation", "_adaptation_repetitions", "_adaptation_curves")
-    tables = {name: [] for name in ("", "_curves", *adaptation_tables, "_together")}
-    before = figures_before(folder)
-    after = figures_after(folder)
-    device = device_of((folder / "train.log").read_text())
-    for seed, path in enumerate(sorted(glob.glob(f"{folder}/*/metrics.jsonl"))):
-        lines = read_lines(Path(path))
-        if not lines:
-            continue
-        if any(name.startswith("all_") for name in section.columns):
-            script_flags = json.loads((Path(path).parent / "args.json").read_text())
-            count_from_the_start(folder, script_flags, lines)
-        flags = f"{run.script} {run.flags}"
-        row = {"seed": seed, "device": device, "flags": flags, **summary_of(lines)}
-        if before:
-            row |= {f"before/{key}": value for key, value in before[seed].items()}
-        if after:
-            row |= after[sorted(after)[seed]]
-        tables[""].append(row)
-        if section.curves:
-            tables["_curves"] += [{"seed": seed, **row} for row in curve_of(lines)]
-    ends = ("", "_repetitions", "_curve")
-    for sets, (name, end) in itertools.product(section.sets, zip(adaptation_tables, ends, strict=True)):
-        for path in folder.glob(f"*/adaptation_{sets}{end}.csv"):
-            tables[name] += [{"sets": sets, **row} for row in read_csv(path)]
-    tables["_adaptation_curves"] = [row for row in tables["_adaptation_curves"] if is_drawn(row)]
+    folder = training_of(args, run)
+    found = {"": [], "_curves": [], "_together": []}
+    of_seeds = figures_before(folder_of(args, run)) | probes(folder)
+    for seed, path in enumerate(sorted(folder.glob("*/metrics.jsonl"))):
+        lines = read_lines(path)
+        flags = json.loads((path.parent / "args.json").read_text())
+        count_time(args, run, flags, lines)
+        row = {"seed": seed, "device": flags["device"], "flags": f"{run.script} {run.flags}"}
+        row |= summary_of(lines) | {name: values[seed] for name, values in of_seeds.items()}
+        found[""].append(row)
+        if number == "time":
+            found["_curves"] += [{"seed": seed, **row} for row in curve_of(lines)]
+    if number == "moa":
+        rows = [row for path in sorted(folder.glob("*/evaluation_*.csv")) for row in read_csv(path)]
+        found["_evaluation"] = [row for row in rows if row["measure"].startswith(MOA_MEASURES)]
     for path in folder.glob("*/partners*.csv"):
         population = path.stem.removeprefix("partners").lstrip("_")
-        tables["_together"] += [{"population": population, **row} for row in read_csv(path)]
-    if section.moa:
-        tables |= moa_tables(folder)
-    return tables
+        found["_together"] += [{"population": population, **row} for row in read_csv(path)]
+    return found | adaptations(folder)
 
 
 def collect(args: Args, number: str) -> None:
     """docs/data/section_NUMBER*.csv from the folders of the runs"""
     section = SECTIONS[number]
     labels = list(section.runs)
-    tables = {}
+    found = {}
     for label, run in section.runs.items():
-        folder = folder_of(args, run)
-        if not (folder / "seconds").exists():  # not trained to the end
-            continue
-        for name, rows in tables_of(folder, run, section).items():
-            tables.setdefault(name, []).extend({"run": label, **row} for row in rows)
-    for name, rows in tables.items():
+        if is_trained(args, run):
+            for name, rows in tables_of(args, run, number).items():
+                found.setdefault(name, []).extend({"run": label, **row} for row in rows)
+    for name, rows in found.items():
         fresh = {row["run"] for row in rows}
         # What ran elsewhere stays.
         elsewhere = [row for row in read(Path(args.docs), number, name) if row["run"] not in fresh]
@@ -378,44 +294,25 @@ def collect(args: Args, number: str) -> None:
             write(Path(args.docs) / "data" / f"section_{number}{name}.csv", rows)
 
 
-# ----------------------------------------------------------------------------------------
-# Command line
-
-
-def print_list() -> None:
-    for number, section in SECTIONS.items():
-        print(f"{number}. {section.title}")
-        for label, run in section.runs.items():
-            for script, flags, flag in run.before:
-                print(f"         before, for {flag}: {script} {flags}")
-            print(f"     {label}: {run.script} {run.flags}")
-            for command in run.then:
-                print(f"         then {command}")
-
-
+# ---- Command line
 def main(args: Args) -> None:
-    if args.list:
-        print_list()
-        return
+    unknown = [number for number in args.section if number not in SECTIONS]
+    if unknown:
+        sys.exit(f"error: there is no section {unknown[0]}: {', '.join(SECTIONS)}")
     for number in args.section:
-        refuse(number not in SECTIONS, f"there is no section {number}: {', '.join(SECTIONS)}")
-    labelled = [item for number in args.section for item in SECTIONS[number].runs.items()]
-    known = [label for label, _ in labelled]
-    for label in args.only:
-        refuse(label not in known, f"--only {label}: the runs of these sections are {', '.join(known)}")
-    if not args.draw:
-        runs = [run for label, run in labelled if not args.only or label in args.only]
-        make_all(args, needed_first(runs))
-        make_all(args, runs)
-        for number in args.section:
+        runs = SECTIONS[number].runs
+        if args.list:
+            print(f"{number}. {SECTIONS[number].title}")
+            for label, run in runs.items():
+                print(f"     {label}:", "\n         ".join(commands_of(args, run)))
+        elif not args.draw:
+            make_all(args, list(runs.values()))
             collect(args, number)
+    if args.list:
+        return
     for number in args.section:
         tables.draw(Path(args.docs), number)
 
 
-def parse_args(words: list[str]) -> Args:
-    return parse(Args, {"experiments": Args}, Args(), words)
-
-
 if __name__ == "__main__":
-    command_line(parse_args, main)
+    main(tyro.cli(Args))

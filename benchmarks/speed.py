@@ -1,17 +1,17 @@
-"""How fast are the game, the game with its players' networks, and a whole iteration; where does the time go?
+"""How fast are the game, the game with its learners' networks, and a whole iteration; where does the time go?
 
-    python benchmarks/speed.py                           # the cases of the docs, on the GPU if there is one
-    python benchmarks/speed.py --cases commands          # whole commands, also beside another program
-    python benchmarks/speed.py --cases growth            # how the cost grows with games, board, players, seeds, trees
+    python benchmarks/speed.py                           # iterations, on the GPU if there is one
+    python benchmarks/speed.py --cases growth            # with games, board, players, seeds, simulations
+    python benchmarks/speed.py --cases commands          # whole commands
+    python benchmarks/speed.py --cases decisions         # ms a decision of every method
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
-Iterations: medians of `--repeats` after warm-up, without logging. The models are not pretrained: a step costs the same.
-Writes `docs.csv`, `commands.csv`, `growth.csv` (with a picture) or `own.csv` to `--folder`.
+Medians of --repeats after warm-up, without logging. The models are not pretrained: a step costs the same.
+A decision is one step of the game: all its learners perceive, infer, perhaps search, and act.
+Writes `<cases>_gpu.csv` (or `_cpu.csv`) to --folder, of --flags `own.csv`.
 """
 
-import csv
 import dataclasses
-import functools
 import importlib
 import json
 import math
@@ -25,301 +25,214 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from stag_hunt_env import NUM_ACTIONS, Count, UserError, check_ranges, command_line, parse, resolve_device, seats_table
+from benchmarks.sections import MCTS, PPO, TIMED
+from benchmarks.tables import write
+from stag_hunt_env import NUM_ACTIONS
 
 import torch
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": "hopplus_ppo", "mcts": "hopplus_mcts"}
 FAST = "--compile --precision bf16"
 HALF_REAL = f"{FAST} --ppo-real-ratio 0.5"
-CASES = {  # name: (script, flags)
+ITERATIONS = {  # name: (script, flags)
     "cuda": {
-        "PPO, width 64, 16384 games, bf16": ("ppo", f"--method ppo {FAST} --num-envs 16384 --policy-hidden 64"),
-        "PPO, width 128, 16384 games, bf16": ("ppo", f"--method ppo {FAST} --num-envs 16384"),
-        "PPO, defaults": ("ppo", "--method ppo"),
-        "PPO, defaults, compiled": ("ppo", "--method ppo --compile"),
-        "HOP+, defaults": ("ppo", ""),
-        "HOP+, defaults, compiled": ("ppo", "--compile"),
-        "HOP+, defaults, 8x8": ("ppo", "--height 8 --width 8"),
-        "HOP+, 16384 games, half real, bf16": ("ppo", f"{HALF_REAL} --num-envs 16384"),
-        "PPO, 1024 games, 1 seed": ("ppo", f"--method ppo {FAST} --num-envs 1024"),
-        "PPO, 1024 games, 16 seeds": ("ppo", f"--method ppo {FAST} --num-envs 1024 --num-seeds 16"),
-        "HOP+, 1024 games, 1 seed": ("ppo", f"{HALF_REAL} --num-envs 1024"),
-        "HOP+, 1024 games, 16 seeds": ("ppo", f"{HALF_REAL} --num-envs 1024 --num-seeds 16"),
-        "HOP+ MCTS, defaults": ("mcts", ""),
+        "PPO, width 64, 16384 games, bf16": (PPO, f"--method ppo {FAST} --num-envs 16384 --policy-hidden 64"),
+        "PPO, width 128, 16384 games, bf16": (PPO, f"--method ppo {FAST} --num-envs 16384"),
+        "PPO, defaults": (PPO, "--method ppo"),
+        "PPO, defaults, compiled": (PPO, "--method ppo --compile"),
+        "HOP+, defaults": (PPO, ""),
+        "HOP+, defaults, compiled": (PPO, "--compile"),
+        "HOP+, defaults, 8x8": (PPO, "--height 8 --width 8"),
+        "HOP+, 16384 games, half real, bf16": (PPO, f"{HALF_REAL} --num-envs 16384"),
+        "PPO, 1024 games, 1 seed": (PPO, f"--method ppo {FAST} --num-envs 1024"),
+        "PPO, 1024 games, 16 seeds": (PPO, f"--method ppo {FAST} --num-envs 1024 --num-seeds 16"),
+        "HOP+, 1024 games, 1 seed": (PPO, f"{HALF_REAL} --num-envs 1024"),
+        "HOP+, 1024 games, 16 seeds": (PPO, f"{HALF_REAL} --num-envs 1024 --num-seeds 16"),
+        "HOP+ MCTS, defaults": (MCTS, ""),
     },
     "cpu": {
-        "PPO, defaults": ("ppo", "--method ppo"),
-        "HOP+, defaults": ("ppo", ""),
-        "HOP+ MCTS, defaults": ("mcts", ""),
+        "PPO, defaults": (PPO, "--method ppo"),
+        "HOP+, defaults": (PPO, ""),
+        "HOP+ MCTS, defaults": (MCTS, ""),
     },
 }
-GROWTH = {  # what grows: (script, flags, values)
-    "games": ("ppo", "--num-envs", {"cuda": (256, 1024, 4096), "cpu": (32, 128, 512)}),
-    "board height": ("ppo", "--width 8 --height", {"cuda": (4, 6, 8), "cpu": (4, 6, 8)}),
-    "players": ("ppo", "--num-players", {"cuda": (2, 4, 6), "cpu": (2, 4, 6)}),
-    "seeds": ("ppo", "--num-seeds", {"cuda": (1, 4, 16), "cpu": (1, 2, 4)}),
-    "imagination horizon": ("ppo", "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
-    "simulations": ("mcts", "--num-simulations", {"cuda": (4, 16), "cpu": (4, 8, 16)}),
+GROWTH = {  # what grows: (script, flag, values)
+    "games": (PPO, "--num-envs", {"cuda": (256, 1024, 4096), "cpu": (32, 128, 512)}),
+    "board height": (PPO, "--width 8 --height", {"cuda": (4, 6, 8), "cpu": (4, 6, 8)}),
+    "players": (PPO, "--num-players", {"cuda": (2, 4, 6), "cpu": (2, 4, 6)}),
+    "seeds": (PPO, "--num-seeds", {"cuda": (1, 4, 16), "cpu": (1, 2, 4)}),
+    "imagination horizon": (PPO, "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
+    "simulations": (MCTS, "--num-simulations", {"cuda": (4, 16), "cpu": (4, 8, 16)}),
 }
-BRIEF = "--method ppo --total-timesteps 150000"
-COMMANDS = {  # name: (script, flags, how many at once, beside a program that keeps one core busy?)
-    "HOP+": ("ppo", "", 1, False),
-    "PPO": ("ppo", "--method ppo", 1, False),
-    "HOP+ MCTS": ("mcts", "", 1, False),
-    "HOP+ beside a busy program": ("ppo", "", 1, True),
-    "PPO, 150000 steps": ("ppo", BRIEF, 1, False),
-    "PPO, 150000 steps, two at once": ("ppo", BRIEF, 2, False),
-}
+COMMANDS = {"HOP+": (PPO, ""), "PPO": (PPO, "--method ppo"), "HOP+ MCTS": (MCTS, "")}
+DECISION_GAMES = {"cuda": (1, 4096), "cpu": (1, 64)}
+DECISION_STEPS = 8  # measured together; then policy and value look once more, as in training
 
 
 @dataclasses.dataclass
 class Args:
-    cases: Literal["docs", "commands", "growth"] = "docs"
-    """iterations of the cases of the docs; whole commands; series in which one number grows"""
-    only: str = ""
-    """only cases whose name begins with this"""
-    flags: str | None = None
-    """measure only a script with these flags"""
-    script: Literal["ppo", "mcts"] = "ppo"
-    """--flags: of hopplus_ppo.py or of hopplus_mcts.py"""
-    repeats: Count = 10
-    """iterations to take the median of (where rule-based games are watched only before every k-th one: groups of k)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where; auto: on the GPU if there is one"""
-    folder: str = "runs/speed"
-    """where the table and the picture go"""
+    cases: Literal["iterations", "growth", "commands", "decisions"] = "iterations"
+    only: str = ""  # only cases whose name begins with this
+    flags: str | None = None  # measure only a script with these flags
+    script: str = PPO  # --flags: of which script
+    repeats: int = 10  # to take the median of
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    folder: str = "runs/speed"  # where the table goes
 
 
-def median_seconds(function, repeats: int, device) -> float:
+def median_seconds(function, repeats: int, device: str) -> float:
     times = []
     for _ in range(repeats + 3):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         function()
-        if device.type == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[3:])
 
 
-def prepare(script, flags: str, device):
-    """The script's TrainState, games and fresh networks, as a run with these flags has them"""
-    args = script.parse_args([*flags.split(), "--device", device.type])
-    args = dataclasses.replace(args, compile=args.compile and device.type == "cuda")
-    config = script.validate(args)
+def make_state(script: str, flags: str, device: str):
+    """-> the script, its TrainState with fresh networks, as a run with these flags has it"""
+    name = Path(script).stem
+    sys.modules.pop(name, None)  # --compile changes the module
+    module = importlib.import_module(name)
+    sys.argv = [script, *flags.split(), "--device", device]
+    args = module.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
-    if args.compile:
+    if device == "cuda":
         torch._dynamo.reset()
-    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seeds = list(range(args.seed, args.seed + args.num_seeds))
-    tables = [seats_table(args.seats, config.num_players)] * len(seeds)
-    return script.make_train_state(args, tables, seeds, device)
+    return module, module.TrainState(args, 0, torch.device(device))
 
 
-def measure(script, flags: str, repeats: int, device) -> dict[str, float | str]:
+def captured(module, state, function):
+    function()
+    return module.capture(function, state)
+
+
+def measure_iteration(script: str, flags: str, repeats: int, device: str) -> dict[str, float]:
     """One iteration, its stages, and the game in it"""
-    begun = time.perf_counter()
-    state = prepare(script, flags, device)
-    args = state.args
-    config = args.config
-    env = state.games.env
-    run = {}
-    cycle = 1
-    if state.watched is not None:  # first: the models learn from these games
-        run["watch"] = functools.partial(script.watch_rule_based, state)
-        cycle = args.replay_rollouts  # iterations between two that are watched
-    run["train"] = functools.partial(script.train_iteration, state)
-    script.fuse(args.compile)
-    if device.type == "cuda" and args.cudagraphs:
-        run = script.capture_graphs(state, run)
-    ready = time.perf_counter() - begun
-    stages = []
-
-    def train():
-        times = []
-        for k in range(cycle):
-            if k == 0 and "watch" in run:
-                run["watch"]()
-            times.append(run["train"]()["timer"].seconds())
-        stages.append({name: sum(stage[name] for stage in times) / cycle for name in times[0]})
-
-    full = median_seconds(train, repeats, device) / cycle
-    shape = args.num_steps, env.num_envs, config.num_players
+    module, state = make_state(script, flags, device)
+    args, env = state.args, state.env
+    shape = args.num_steps, env.num_envs, args.config.num_players
     actions = torch.randint(NUM_ACTIONS, shape, device=device)
 
     def play_at_random():
         for step in range(args.num_steps):
             env.advance(actions[step])
 
-    def play():
-        script.rollout(args, state.games, state.networks, args.num_steps)
+    plays = {"game": play_at_random, "game_and_policy": lambda: module.rollout(state, state.games)}
+    seconds = {}
+    for name, play in plays.items():
+        seconds[name] = median_seconds(captured(module, state, play), repeats, device)
+    stages = module.make_stages(state)
+    cycle = 1
+    if "watch" in stages:
+        cycle = args.replay_rollouts  # iterations between two in which rule-based games are watched
+        stages["watch"]()
+    passed = []
 
-    play_at_random()
-    game_seconds, policy_seconds = (
-        median_seconds(script.capture(call, env, args.cudagraphs), repeats, device) for call in (play_at_random, play)
-    )
+    def train():
+        if "watch" in stages:
+            stages["watch"]()
+        times = {}
+        for _ in range(cycle):
+            stages["train"]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            for (_, begin), (name, end) in zip(state.times, state.times[1:], strict=False):
+                took = 1000 * (end - begin) if device == "cpu" else begin.elapsed_time(end)
+                times[name] = times.get(name, 0.0) + took / cycle
+        passed.append(times)
+
+    full = median_seconds(train, repeats, device) / cycle
     steps = args.num_steps * env.num_envs
     row = {
         "env_steps_per_s": steps / full,
-        "agent_steps_per_s": steps * config.num_players / full,
-        "game_only_env_steps_per_s": steps / game_seconds,
-        "game_and_policy_env_steps_per_s": steps / policy_seconds,
+        "agent_steps_per_s": steps * args.config.num_players / full,
+        "game_only_env_steps_per_s": steps / seconds["game"],
+        "game_and_policy_env_steps_per_s": steps / seconds["game_and_policy"],
         "iteration_ms": 1000 * full,
-        "ready_s": ready,
     }
-    for name in stages[0]:
-        stage = name.removeprefix("time/")
-        row[f"{stage}_ms"] = 1000 * statistics.median(times[name] for times in stages[3:])
-    if device.type == "cuda":
+    for name in passed[0]:
+        row[f"{name}_ms"] = statistics.median(times[name] for times in passed[3:])
+    if device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    script.fuse(False)
     return row
 
 
-def run_commands(commands: list[list[str]], busy: bool) -> float:
-    """Side by side. -> seconds until the last one ends; none of them outlives this one"""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = []
-    try:
-        if busy:
-            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-        begun = time.perf_counter()
-        runs = [subprocess.Popen(command, **quiet) for command in commands]
-        processes += runs
-        failed = [run.args for run in runs if run.wait()]
-        seconds = time.perf_counter() - begun
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if failed:
-        raise UserError(f"this command fails: {' '.join(failed[0])}")
-    return seconds
+def measure_decision(script: str, flags: str, repeats: int, device: str) -> dict[str, float]:
+    flags += f" --num-steps {DECISION_STEPS} --imagination-horizon {DECISION_STEPS} --num-minibatches 1"
+    module, state = make_state(script, flags, device)
+    play = captured(module, state, lambda: module.rollout(state, state.games))
+    return {"milliseconds": 1000 * median_seconds(play, repeats, device) / DECISION_STEPS}
 
 
-def measure_command(script: str, flags: str, at_once: int, busy: bool, device) -> dict[str, float]:
-    """Whole commands from their start to their end; the slowest counts"""
+def measure_command(script: str, flags: str, _: int, device: str) -> dict[str, float]:
+    """A whole command from its start to its end"""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, str(ROOT / f"{SCRIPTS[script]}.py"), *flags.split()]
-        words += ["--device", device.type, "--run-dir"]
-        commands = [[*words, f"{folder}/{number}"] for number in range(at_once)]
-        seconds = run_commands(commands, busy)
-        metrics = min(Path(folder).glob("*/*/metrics.jsonl"))
+        words = [sys.executable, str(ROOT / script), *flags.split(), "--device", device, "--run-dir", folder]
+        start = time.perf_counter()
+        subprocess.run(words, check=True, capture_output=True)
+        seconds = time.perf_counter() - start
+        metrics = min(Path(folder).glob("*/metrics.jsonl"))
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    ended = [row for row in rows if row["charts/episodic_return"] is not None]  # with games that ended
+    for row in rows:
+        row["seconds"] = row["steps"] / row["charts/SPS"]
+    ended = [row for row in rows if row["charts/episodic_return"] is not None]
     last_fifth = [row["charts/episodic_return"] for row in ended if row["steps"] > 0.8 * rows[-1]["steps"]]
-    learned = [row["time/ready"] + row["time/training"] for row in ended if row["charts/episodic_return"] >= 2.8]
+    learned = [row["seconds"] for row in ended if row["charts/episodic_return"] >= 2.8]
+    before = seconds - rows[-1]["seconds"]  # imports and preparation, and what little is done at the end
     return {
         "seconds": seconds,
-        "ready_s": rows[-1]["time/ready"],
-        "training_s": rows[-1]["time/training"],
-        "seconds_to_2.8": learned[0] if learned else math.nan,
+        "seconds_to_2.8": before + learned[0] if learned else math.nan,
         "return_last_fifth": statistics.mean(last_fifth) if last_fifth else math.nan,
     }
 
 
-def describe(row: dict) -> str:
-    """A row of iterations as a line"""
-    stages = []
-    for name, ms in row.items():
-        if name.endswith("_ms") and name != "iteration_ms" and ms > 0.005:
-            stages.append(f"{name.removesuffix('_ms')} {ms:.2f}")
-    parts = [
-        f"{row['agent_steps_per_s'] / 1e6:.3f} M agent-steps/s",
-        f"{row['iteration_ms']:.2f} ms an iteration ({', '.join(stages)})",
-        f"game and policy {row['game_and_policy_env_steps_per_s']:,.0f} env-steps/s",
-        f"game only {row['game_only_env_steps_per_s']:,.0f} env-steps/s",
-    ]
-    if "peak_gib" in row:
-        parts.append(f"{row['peak_gib']:.2f} GiB used, {row['reserved_gib']:.2f} GiB reserved")
-    parts.append(f"ready after {row['ready_s']:.1f} s")
-    return "; ".join(parts)
-
-
-def choose_cases(args: Args, device) -> dict[str, tuple]:
+def choose_cases(args: Args) -> dict[str, tuple]:
+    """Name -> what to measure, and with what"""
     if args.flags is not None:
-        return {"": (args.script, args.flags)}
-    cases = COMMANDS if args.cases == "commands" else CASES[device.type]
-    if args.cases == "growth":
+        return {"own": (measure_iteration, args.script, args.flags)}
+    if args.cases == "commands":
+        cases = {name: (measure_command, *case) for name, case in COMMANDS.items()}
+    elif args.cases == "decisions":
         cases = {}
-        for what, (script, flags, values) in GROWTH.items():
-            for value in values[device.type]:
-                cases[f"{what} {value}"] = (script, f"{flags} {value}")
-    chosen = {case: given for case, given in cases.items() if case.startswith(args.only)}
-    if not chosen:
-        raise UserError(f"--only {args.only}: no case begins so; there are {', '.join(cases)}")
-    return chosen
-
-
-def write_table(path: Path, rows: list[dict]) -> None:
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
+        for name, (script, flags, _) in TIMED.items():
+            for games in DECISION_GAMES[args.device]:
+                cases[f"{name}, {games} game(s)"] = measure_decision, script, f"{flags} --num-envs {games}"
+    elif args.cases == "growth":
+        cases = {}
+        for what, (script, flag, values) in GROWTH.items():
+            for value in values[args.device]:
+                cases[f"{what} {value}"] = measure_iteration, script, f"{flag} {value}"
+    else:
+        cases = {name: (measure_iteration, *case) for name, case in ITERATIONS[args.device].items()}
+    return {name: case for name, case in cases.items() if name.startswith(args.only)}
 
 
 def main(args: Args) -> list[dict]:
-    check_ranges(args)
-    device = resolve_device(args.device)
-    cases = choose_cases(args, device)
     machine = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
+    if args.device == "cuda":
         machine = torch.cuda.get_device_name()
     print(f"{machine}, torch {torch.__version__}")
-    folder = Path(args.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    table = folder / (f"{args.cases}.csv" if args.flags is None else "own.csv")
+    kind = "gpu" if args.device == "cuda" else "cpu"
+    path = Path(args.folder) / ("own.csv" if args.flags is not None else f"{args.cases}_{kind}.csv")
     rows = []
-    for case, (script, flags, *how) in cases.items():
-        row = {"case": case, "script": script, "flags": flags, "machine": machine, "torch": torch.__version__}
-        if how:
-            row |= measure_command(script, flags, *how, device)
-            ends = f"ends at {row['return_last_fifth']:.3f}"
-            print(f"{case}: {row['seconds']:.1f} s, 2.8 after {row['seconds_to_2.8']:.1f} s, {ends}", flush=True)
-        else:
-            row |= measure(importlib.import_module(SCRIPTS[script]), flags, args.repeats, device)
-            print(f"{case or flags}: {describe(row)}", flush=True)
-        rows.append(row)
-        write_table(table, rows)
-    if args.cases == "growth" and args.flags is None:
-        draw(folder, rows, {what: values[device.type] for what, (_, _, values) in GROWTH.items()})
-    print(f"table in {table}")
+    for name, (measure, script, flags) in choose_cases(args).items():
+        row = {"case": name, "script": script, "flags": flags, "machine": machine, "torch": torch.__version__}
+        figures = measure(script, flags, args.repeats, args.device)
+        print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in figures.items()), flush=True)
+        rows.append(row | figures)
+        write(path, rows)
+    print(f"wrote {path}")
     return rows
 
 
-def draw(folder: Path, rows: list[dict], series: dict[str, tuple[int, ...]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.style.use(Path(__file__).resolve().parent / "plots.mplstyle")
-    times = {row["case"]: row["iteration_ms"] for row in rows}
-    shown = {what: values for what, values in series.items() if all(f"{what} {value}" in times for value in values)}
-    if not shown:
-        return
-    figure, axes = plt.subplots(1, len(shown), figsize=(0.6 + 2.3 * len(shown), 2.6), sharey=True, squeeze=False)
-    for axis, (what, values) in zip(axes[0], shown.items(), strict=True):
-        own = [times[f"{what} {value}"] for value in values]
-        axis.plot(values, own, "o-")
-        for value, ms in zip(values, own, strict=True):
-            text = f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"
-            axis.annotate(text, (value, ms), (0, 6), textcoords="offset points", ha="center")
-        axis.set(xscale="log", yscale="log", xlabel=what, xticks=values, xticklabels=values)
-        axis.set_xlim(values[0] / 1.5, values[-1] * 1.5)
-        axis.set_ylim(0.6 * min(times.values()), 1.8 * max(times.values()))
-        axis.minorticks_off()
-        axis.set_yticks([])
-    axes[0][0].set_ylabel("ms an iteration")
-    figure.tight_layout()
-    figure.savefig(folder / "growth.png")
-    plt.close(figure)
-
-
 if __name__ == "__main__":
-    command_line(lambda words: parse(Args, {"speed": Args}, Args(), words), main)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    main(tyro.cli(Args))

@@ -1,218 +1,115 @@
-"""How fast does a learner come to know its partner? Frozen learners meet co-players for the first time and play game
-after game with them: what they earn in their first, second, ... game together. And the same with the subgoals of other
-games: what is gained by knowing the partner must be lost again. Partners stay here, whatever --redraw the run was
-trained with; what a learner carries over from game to game is what it carried over in training.
+"""How fast does a learner come to know its partner? Frozen learners meet co-players for the first time
+and play game after game with them: what they earn in their first, second, ... game together.
 
-    python evaluation/partners.py runs/RUN
-    python evaluation/partners.py runs/RUN --population first_stag,last_stag     # other partners
-    python evaluation/partners.py runs/ppo_gru__*                  # the recurrent baseline, which has no subgoals
+    python evaluation/partners.py runs/RUN --seats learner,mixed,nearest_hare,nearest_hare
+    python evaluation/partners.py runs/RUN --population first_stag,left_stag    # other partners
+    python evaluation/partners.py runs/ppo_gru_RUN                              # the recurrent baseline
 
-RUN is the run folder of any seed, or a checkpoint; of ppo_gru.py, where each seed has its own, all of them. Beside the
-first checkpoint: `partners.csv`, or `partners_<population>.csv`, with the columns `return` and `shuffled`.
+And the same where each learner reads the subgoals of the games beside it ("shuffled"): what is gained
+by knowing the partner must be lost again. Partners stay, whatever --redraw the run was trained with;
+what a learner carries over from game to game is what it carried over in training.
+
+Beside the checkpoint: `partners.csv`, or `partners_<population>.csv`.
 """
 
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import stag_hunt_env as game
-from benchmarks.baselines import ppo_gru
-from evaluation import gru, runs
-from evaluation.runs import Run
+from evaluation import runs
+from evaluation.runs import Run, RunArgs
 
-import numpy as np
 import torch
 import tyro
+from tqdm import tqdm
 
 
 @dataclasses.dataclass
-class PartnersFlags:
-    paths: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATHS")]] = ()
-    """a checkpoint or a run folder; of ppo_gru.py one for each seed"""
-    games_together: game.Count = 20
-    """games with the same co-players"""
-    places: game.Count = 1024
-    """places with co-players of their own, per seed; the table is their mean"""
-    seats: str | None = None
-    """who sits where (None: as in training)"""
-    population: str | None = None
-    """the players that mixed seats draw from, or one stranger (None: as in training)"""
-    script: str | None = None
-    """load this script, such as an edited copy (None: the one that made the checkpoint)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to play; auto: on the GPU if there is one"""
-    seed: runs.Seed = 1
-    """seed of the games"""
+class Args(RunArgs):
+    seats: str | None = None  # who sits where, one learner (None: as in training)
+    population: str | None = None  # who may sit in mixed seats (None: as in training)
+    games_together: int = 20  # games with the same co-players
+    places: int = 1024  # with co-players of their own, per seed
 
 
-@dataclasses.dataclass
-class Args(PartnersFlags):
-    paths: tuple[str, ...] = ()
+def play(args: Args, run: Run, table: list[str], name: str):
+    """Returns of the games together [S, places, games]"""
+    seeds = range(run.args.num_seeds)
+    seat = table.index("learner")
+    changes = {
+        "seed": args.seed,
+        "num_envs": args.places,
+        "num_steps": 1,
+        "imagination": False,
+        "redraw": "never",  # partners stay
+        "population": args.population or run.args.population,
+    }
+    numbers = [runs.learner_number(run, seed, seat) for seed in seeds]
+    state = runs.seat_learners(run, [table] * len(seeds), numbers, **changes)
+    env = state.env
+    returns = torch.zeros(env.num_envs, args.games_together, device=env.device)
+    played = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
+    bar = tqdm(total=returns.numel(), desc=name, unit="game", leave=False)
+    while (played < args.games_together).any():
+        run.script.rollout(state, state.games)
+        ended = (env.state.time == 0) & (played < args.games_together)
+        returns[ended, played[ended]] = env.final_return[ended, seat]
+        played += ended
+        bar.update(int(ended.sum()))
+    bar.close()
+    return returns.view(len(seeds), args.places, -1).cpu()
 
 
-def by_game(play, num_seeds: int, places: int, num_games: int) -> np.ndarray:
-    """play() -> done [T, B], the learner's return [T, B] where done. -> [S, places, num_games]"""
-    played = None
-    sums = 0.0
-    while played is None or int(played.min()) < num_games:
-        done, returns = play()
-        if played is None:
-            played = torch.zeros_like(done[0], dtype=torch.int64)
-        number = played + done.cumsum(0)  # 1 for the first game that ends
-        counts = (number[..., None] == torch.arange(1, num_games + 1, device=done.device)) & done[..., None]
-        sums = sums + (counts * returns[..., None]).sum(0).double()
-        played = number[-1]
-    return sums.view(num_seeds, places, num_games).cpu().numpy()
-
-
-def infer_next_place(run: Run, places: int):
-    """infer_opponents, whose result is about the co-players in the next place"""
+def shuffle_subgoals(run: Run, places: int) -> None:
+    """From now on each learner reads, also as it searches, what is known about the co-players in the
+    next place. What it sees and remembers stays its own."""
+    perceive = run.script.perceive
 
     def next_place(x):  # [M, n, ...] of places, or of what there is of each: trees, co-players
         return x.unflatten(1, (places, -1)).roll(1, 1).flatten(1, 2)
 
-    def infer(*inputs):
-        belief = run.script.infer_opponents(*inputs)
-        return belief._replace(goals=next_place(belief.goals), params=next_place(belief.params))
+    def perceive_shuffled(state, situation, *inferred):
+        mind = perceive(state, situation, *inferred)
+        if inferred and inferred[0] is not None:  # in a tree, as at its root: shuffled already
+            return mind
+        shuffled = {name: next_place(mind[name]) for name in ("goals", "posterior")}
+        return mind | shuffled
 
-    return infer
+    run.script.perceive = perceive_shuffled
 
 
-def seats_table(args: Args, run: Run) -> list[str]:
-    """Who sits where; in mixed seats the stranger, if --population is one"""
+def main(args: Args) -> list[dict]:
+    run = runs.load_run(args.run, args.script, args.device)
     table = runs.seats_of(run, args.seats)
-    if table.count("learner") != 1:
-        trained = game.seats_table(run.args.seats, len(table))
-        seat = trained.index("learner")
-        example = ["mixed"] * len(table)
-        example[seat] = "learner"
-        start = f"--seats {','.join(table)}: there must be 1 learner"
-        more = f"for example --seats {','.join(example)}"
-        raise game.UserError(f"{start}, {more}")
-    if args.population in game.STRANGERS:
-        return [args.population if name == "mixed" else name for name in table]
-    return table
+    alone = ",".join(["learner"] + ["mixed"] * (len(table) - 1))
+    several = table.count("learner") > 1
+    runs.refuse(several, f"--seats {','.join(table)}: there must be one learner, such as {alone}")
+    returns = {"return": play(args, run, table, "together")}
+    reads = getattr(run.args, "subgoals", "none") != "none"
+    if reads or getattr(run.args, "searches", False):
+        shuffle_subgoals(run, args.places)
+        returns["shuffled"] = play(args, run, table, "shuffled")
 
-
-def population_of(args: Args, run: Run) -> str:
-    if args.population is None or args.population in game.STRANGERS:
-        return run.args.population
-    return args.population
-
-
-def frozen_script(args: Args, run: Run, shuffled: bool) -> np.ndarray:
-    """Learners of hopplus_ppo.py or hopplus_mcts.py. shuffled: each reads, also as it searches, what is known about the
-    co-players in the next place. What it sees and remembers stays its own."""
-    num_seeds = run.num_seeds
-    table = seats_table(args, run)
-    seat = table.index("learner")
-    index = [runs.learner_index(run.checkpoint, seed, seat) for seed in range(num_seeds)]
-    changes = {
-        "seats": ",".join(table),
-        "imagination": False,
-        "redraw": "never",  # partners stay
-        "memory_discount": run.script.history_decay(run.args),  # a learner that had no memory gets none
-        "num_envs": args.places,
-        "population": population_of(args, run),
-    }
-    state = runs.seat_learners(run, [table] * num_seeds, args.seed, index, **changes)
-    infer = None
-    if shuffled:
-        infer = infer_next_place(run, args.places)
-
-    def play():
-        _, outputs, episodes = runs.play(run, state, 8, infer)
-        runs.check_decisions(run.path, outputs["log_probs"])
-        return episodes["done"], episodes["return"][..., seat]
-
-    return by_game(play, num_seeds, args.places, args.games_together)
-
-
-def frozen_gru(args: Args, run: Run) -> np.ndarray:
-    """Learners of ppo_gru.py"""
-    flags = dataclasses.replace(
-        run.args,
-        seed=args.seed,
-        num_envs=args.places,
-        num_steps=8,
-        population=population_of(args, run),
-        redraw="never",
-        unsteady=0.0,
-    )
-    env, seats, rollout_state = ppo_gru.make_games(flags, [seats_table(args, run)] * run.num_seeds)
-    agent = gru.load_agent(run, list(range(run.num_seeds)))
-
-    def play():
-        batch = ppo_gru.rollout(flags, env, seats, agent, rollout_state)
-        runs.check_decisions(run.path, batch["log_prob"][..., None])
-        return (batch[name].transpose(0, 1).flatten(1) for name in ("done", "final_return"))  # [S, T, E] -> [T, B]
-
-    return by_game(play, run.num_seeds, args.places, args.games_together)
-
-
-def check_population(population: str | None) -> None:
-    if population is None or population in game.STRANGERS:
-        return
-    try:
-        game.population_names(population)
-    except ValueError as error:
-        flag = "" if "--population" in str(error) else f"--population {population}: "
-        raise game.UserError(f"{flag}{error}") from error
-
-
-def load_run(args: Args, paths: list[Path]) -> Run:
-    if gru.is_gru(paths[0]):
-        return gru.load_run(paths, args.device)
-    others = {path.resolve() for path in paths} - {paths[0].resolve()}
-    game.refuse(bool(others), f"PATHS: only runs of ppo_gru.py have several: {args.paths}")
-    flags = runs.RunFlags(path=str(paths[0]), script=args.script, device=args.device)
-    return runs.load_run(flags, [])
-
-
-def main(args: Args) -> dict[str, float]:
-    """-> mean return in all games"""
-    game.check_ranges(args)
-    game.refuse(not args.paths, "PATHS: which run? Name a run folder or a checkpoint")
-    check_population(args.population)
-    paths = [game.find_checkpoint(path) for path in args.paths]
-    run = load_run(args, paths)
-    seats_table(args, run)
-    first = paths[0]
-    title = "_".join(["partners", *(args.population or "").split(",")]).rstrip("_")
-    runs.check_writable(first.parent / f"{title}.csv")
-    arms = {}
-    if run.script is ppo_gru:
-        arms["return"] = frozen_gru(args, run)
-    else:
-        arms["return"] = frozen_script(args, run, shuffled=False)
-        if run.args.subgoals != "none" or run.planner != "none":
-            arms["shuffled"] = frozen_script(args, run, shuffled=True)
-    rows = [["seed", "game", *arms]]
-    for seed, number in np.ndindex(run.num_seeds, args.games_together):
-        means = [float(returns[seed, :, number].mean()) for returns in arms.values()]
-        rows.append([seed, number + 1, *means])
-    runs.write_csv(first.parent / f"{title}.csv", rows)
-    print(f"{first}, frozen; {args.places} meetings a seed, {run.num_seeds} seed(s)")
-    if game.redraw_prob(run.args.redraw) > 0 and "mixed" in (run.args.seats or ""):
+    print(f"{run.folder}, frozen; {args.places} meetings a seed, {run.args.num_seeds} seed(s)")
+    if run.args.redraw != "never":
         print(f"trained with --redraw {run.args.redraw}; here every partner stays")
-    for number in sorted({1, 2, 3, 5, 10, args.games_together}):
-        if number > args.games_together:
-            continue
-        shown = []
-        for name, returns in arms.items():
-            mean, half, over = runs.interval_of_places(returns[:, :, number - 1])
-            shown.append(f"{name} {runs.mean_text(mean, half)}")
-        print(f"game {number:>3} together: {', '.join(shown)}")
-    print(runs.interval_text(over))
-    print(f"wrote {first.parent / title}.csv")
-    return {name: float(x.mean()) for name, x in arms.items()}
-
-
-def parse_args(words: list[str]) -> Args:
-    return game.parse(Args, {"partners": PartnersFlags}, Args(), words)
+    rows = []
+    for number in range(args.games_together):
+        means = {name: x[:, :, number].mean(1).tolist() for name, x in returns.items()}
+        for seed in range(run.args.num_seeds):
+            row = {"seed": run.args.seed + seed, "game": number + 1}
+            rows.append(row | {name: x[seed] for name, x in means.items()})
+        if number + 1 in (1, 2, 3, 5, 10, args.games_together):
+            texts = [f"{name} {runs.mean_text(*runs.interval(x))}" for name, x in means.items()]
+            print(f"game {number + 1:>3} together: {', '.join(texts)}")
+    if run.args.num_seeds > 1:
+        print("±: 95 % interval over training seeds")
+    title = "_".join(["partners", *(args.population or "").split(",")]).rstrip("_")
+    runs.write_csv(run.folder / f"{title}.csv", rows)
+    return rows
 
 
 if __name__ == "__main__":
-    game.command_line(parse_args, main)
+    torch.set_num_threads(1)
+    main(tyro.cli(Args))

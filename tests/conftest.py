@@ -1,11 +1,20 @@
+import functools
 import os
+from unittest import mock
 
 # Here and in what tests start: with more threads, tests side by side wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-
 import pytest
 import torch
+
+with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "cpu" by default, also beside a GPU
+    import hopplus_mcts  # noqa: F401
+    import hopplus_ppo
+    import pretrain_vae  # noqa: F401
+    import pretrain_world_model  # noqa: F401
+
+    import helpers
 
 
 def pytest_addoption(parser):
@@ -32,3 +41,15 @@ def keep_determinism():
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """method, script, flags -> the folder of a tiny run of two seeds, trained once in all tests"""
+
+    @functools.cache
+    def train(method="hopplus", script=hopplus_ppo, **changes):
+        changes = {"num_seeds": 2, **changes}
+        return helpers.train_tiny(tmp_path_factory.mktemp("runs"), method, script, **changes)[0]
+
+    return train

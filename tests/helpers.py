@@ -1,7 +1,7 @@
 """Between the batched tensors and the plain-Python game, and a chi-square test."""
 
 import copy
-import hashlib
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import hopplus_mcts
 import hopplus_ppo
-from stag_hunt_env import ALL_SEATS, PLAYER_PROBS, POPULATION, StagHuntConfig, State, sample
+from stag_hunt_env import PLAYER_PROBS, POPULATION, STAY, StagHuntConfig, State, sample
 
 import numpy as np
 import reference_game as reference
@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def _player(probs):
-    return lambda env, state, seat, generator: sample(probs(env, state, seat), generator)
+    def act(env, state, seat, generator):
+        return sample(probs(env, state, env.legal_actions(state))[:, seat], generator)
+
+    return act
 
 
 PLAYERS = {name: _player(probs) for name, probs in PLAYER_PROBS.items()}  # (env, state, seat, generator) -> actions
@@ -74,7 +77,8 @@ def assert_same_state(ours, expected):
 
 def seat_probs(env, state, kinds):
     """[B, N, 7] when seat (b, i) is played by number kinds[b, i] of POPULATION"""
-    table = torch.stack([PLAYER_PROBS[name](env, state, ALL_SEATS) for name in POPULATION], 2)
+    legal = env.legal_actions(state)
+    table = torch.stack([PLAYER_PROBS[name](env, state, legal) for name in POPULATION], 2)
     return table.gather(2, kinds[..., None, None].expand(-1, -1, 1, 7)).squeeze(2)
 
 
@@ -160,26 +164,55 @@ def record_learning_rates(monkeypatch):
     found = []
     of_optimizer = {}
 
-    def recorded(step):
+    def recorded(step, rate):
         def record(optimizer, *given, **named):
             if optimizer not in of_optimizer:
                 of_optimizer[optimizer] = []
                 found.append(of_optimizer[optimizer])
-            of_optimizer[optimizer].append(float(optimizer.param_groups[0]["lr"]))
+            of_optimizer[optimizer].append(float(rate(optimizer)))
             return step(optimizer, *given, **named)
 
         return record
 
-    for kind in (torch.optim.Adam, hopplus_ppo.Adam, hopplus_mcts.Adam):
-        monkeypatch.setattr(kind, "step", recorded(kind.step))
+    step = recorded(torch.optim.Adam.step, lambda optimizer: optimizer.param_groups[0]["lr"])
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    for script in (hopplus_ppo, hopplus_mcts):
+        step = recorded(script.Adam.step, lambda optimizer: optimizer.learning_rate)
+        monkeypatch.setattr(script.Adam, "step", step)
     return found
 
 
+def tiny_args(method="hopplus", script=hopplus_ppo, **changes):
+    """Flags of a run of a second"""
+    return dataclasses.replace(script.default_args(method, "cpu"), **{**TINY_FLAGS, **changes})
+
+
+def train_tiny(run_dir, method="hopplus", script=hopplus_ppo, **changes):
+    """Trains -> the folders of all seeds"""
+    before = {*Path(run_dir).glob("*")}
+    script.main(tiny_args(method, script, **changes, run_dir=str(run_dir)))
+    return sorted({*Path(run_dir).glob("*")} - before)
+
+
+def untrained(folder, method="ppo", script=hopplus_ppo, stays=None, **changes):
+    """A run of learners that act at random, or, where `stays` [M], do nothing but stay -> its folder"""
+    args = tiny_args(method, script, **changes)
+    state = script.TrainState(args, 0, torch.device("cpu"))
+    if stays is not None:
+        policy = state.networks["policy"].params
+        for p in policy.values():
+            p.data.zero_()
+        policy["actor.bias"].data[:, STAY] = 100.0 * torch.tensor(stays)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = {"args": dataclasses.asdict(args), "iteration": 0, "seconds": 0.0}
+    script.save_checkpoint(folder / "checkpoint.pt", 0, state, progress | {"folders": [folder.name]})
+    return folder
+
+
 def write_checkpoint(path, content):
-    """As game.Run.save: a checksum follows the archive"""
-    torch.save(content, path)
-    data = Path(path).read_bytes()
-    Path(path).write_bytes(data + hashlib.sha256(data).digest())
+    """As a script does it: a checksum follows the archive"""
+    hopplus_ppo.write_checkpoint(Path(path), content)
 
 
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
@@ -231,7 +264,7 @@ class NoNonFiniteCasts(TorchDispatchMode):
             assert fits.all(), f"a float that no {dtype} can be"
 
 
-TINY_FLAGS = {  # of hopplus_ppo.make_args, for runs of a second
+TINY_FLAGS = {  # for runs of a second
     "config": TINY_CONFIG,
     "num_envs": 4,
     "num_steps": 8,

@@ -1,25 +1,22 @@
 """benchmarks/game.py: the audit tells a fair game from an unfair one, and its test of equal means is exact."""
 
-import runpy
 import sys
 from pathlib import Path
+
+from stag_hunt_env import StagHuntConfig, StagHuntEnv
 
 import numpy as np
 import pytest
 import torch
 from helpers import chi_square_p
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from stag_hunt_env import StagHuntEnv  # noqa: E402
-
-import game  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import game
 
 
 def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
-    fair = game.main(game.Args(audit=True, audit_games=200, device="cpu"))["audit"]
-    assert not fair["favoured"] and [row["players"] for row in fair["table"]] == [*game.AUDITED] * 2
+    args = game.Args(StagHuntConfig(final_time=15), audit=True, audit_games=500, device="cpu")
+    assert game.main(args) == 0 and "no seat is favoured" in capsys.readouterr().out
     transition = StagHuntEnv.transition
 
     def unfair(env, state, actions):
@@ -27,12 +24,7 @@ def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
         return state, reward * torch.tensor([1, 1, 1, 1.5]), *rest
 
     monkeypatch.setattr(StagHuntEnv, "transition", unfair)
-    script = str(BENCHMARKS / "game.py")
-    flags = "--audit --audit-games 500 --final-time 15 --device cpu"
-    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(script, run_name="__main__")
-    assert stopped.value.code == 1 and "A SEAT IS FAVOURED" in capsys.readouterr().out
+    assert game.main(args) == 1 and "A SEAT IS FAVOURED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("games, seats", [(500, 2), (500, 4), (10, 4), (6, 3)])
@@ -50,6 +42,19 @@ def test_equal_means_p(games, seats):
 
 
 def test_speed(capsys):
-    table = game.main(game.Args(speed=True, batch_sizes=(8, 200_000), sides=(4, 5), device="cpu"))["speed"]["table"]
-    assert [(row["board"], row["games"]) for row in table] == [("4x4", 8), ("5x5", 8)]
-    assert all(row["env_steps_per_second"] > 0 for row in table)
+    config = StagHuntConfig()
+    assert game.main(game.Args(config, speed=True, batch_sizes=(8,), sides=(4, 5), device="cpu")) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["4x4", "8"], ["5x5", "8"]] and all(float(row[2]) > 0 for row in rows)
+
+
+def test_random_actions_are_legal_ones_as_often_as_each_other():
+    env = StagHuntEnv(num_envs=1)
+    legal = env.legal_actions(env.state)
+    uniform = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(1))
+    env.state = type(env.state)(*(x.expand(20_000, *x.shape[1:]) for x in env.state))
+    actions = game.random_actions(env, uniform)
+    for seat in range(4):
+        counts = torch.bincount(actions[:, seat], minlength=7)
+        assert (counts > 0).tolist() == legal[0, seat].tolist()
+        assert chi_square_p(counts[legal[0, seat]]) > 1e-3

@@ -2,12 +2,12 @@
 
 from itertools import permutations
 
-from stag_hunt_env import ALL_SEATS, StagHuntConfig, StagHuntEnv, copy_state
+from stag_hunt_env import StagHuntConfig, StagHuntEnv
 
 import pytest
 import reference_game as reference
 import torch
-from helpers import PLAYERS, chi_square_p, games_of
+from helpers import chi_square_p, games_of
 
 SHAPES = [  # (row, column) cells of every piece, before turning and mirroring
     [(0, 0), (0, 1), (0, 2)],
@@ -131,48 +131,3 @@ def test_ego_order_and_back(n):
     beliefs = torch.arange(2 * n * n * 3).view(2, n, n, 3)  # observers need not agree
     back = env.ego_to_seats(beliefs)
     assert all(torch.equal(back[:, i, (i + k) % n], beliefs[:, i, k]) for i in range(n) for k in range(n))
-
-
-def test_observation_is_in_ego_order():
-    config = StagHuntConfig(height=3, width=5, num_players=4, num_stags=2, num_hares=1, max_wall_pieces=1)
-    env = StagHuntEnv(config, 1)
-    state = env.initial_state()._replace(
-        position=torch.tensor([[0, 6, 9, 14]], dtype=torch.int32),
-        present=torch.tensor([[True, True, False, True]]),
-        prey_position=torch.tensor([[4, 10, 11]], dtype=torch.int32),
-        prey_alive=torch.tensor([[True, False, True]]),
-        walls=torch.zeros(1, 15, dtype=torch.uint8).index_fill(1, torch.tensor([2, 7, 12]), 1),
-    )
-    planes = env.observe(state)[0]
-    assert planes.shape == (4, 7, 3, 5)
-    where = {0: [0, 0], 1: [1, 1], 3: [2, 4]}  # row and column of each seat; seat 2 has left
-    for i in range(4):
-        for k in range(4):
-            seat = (i + k) % 4
-            assert planes[i, k].nonzero().tolist() == ([where[seat]] if seat in where else [])
-        assert planes[i, 4].nonzero().tolist() == [[0, 2], [1, 2], [2, 2]]
-        assert planes[i, 5].nonzero().tolist() == [[0, 4]]
-        assert planes[i, 6].nonzero().tolist() == [[2, 1]]
-
-
-@pytest.mark.parametrize(
-    "options", [{"steps_after_first_hunt": 0}, {"final_time": 1}, {"final_time": 2}, {"num_players": 2}]
-)
-def test_no_deal_is_played_twice(options):
-    """Also when games are as short as they can be. 30 prey on 64 cells: two deals alike would be a wonder."""
-    env = StagHuntEnv(StagHuntConfig(height=8, width=8, **{"num_hares": 29, **options}), num_envs=64, seed=3)
-    starts = env.state.prey_position.tolist()
-    for _ in range(60):
-        *_, done = env.step(PLAYERS["nearest_hare"](env, env.state, ALL_SEATS, env.generator))
-        starts += env.state.prey_position[done].tolist()
-    assert len(starts) > 64 * 8
-    assert len({tuple(cells) for cells in starts}) == len(starts)
-
-
-def test_a_copied_state_is_kept():
-    env = StagHuntEnv(num_envs=200, seed=1)
-    kept, first = copy_state(env.state), [x.tolist() for x in env.state]
-    for _ in range(40):
-        env.step(PLAYERS["nearest_hare"](env, env.state, ALL_SEATS, env.generator))
-    assert [x.tolist() for x in kept] == first
-    assert [x.tolist() for x in env.state] != first

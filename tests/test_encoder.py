@@ -36,12 +36,13 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-def boards(games=64):
-    """Of games under way; in each third the second and third player are gone"""
-    env = StagHuntEnv(CONFIG, games, seed=1)
-    board = env.cells(env.state).flatten(0, 1).long()[None]
-    board[:, ::3, 1:3] = CONFIG.num_cells
-    return board
+def boards(config=CONFIG, games=64):
+    """[1, n, X] of games under way; in each third the second and third player are gone"""
+    env = StagHuntEnv(config, games, seed=1)
+    cells = env.cells(env.state).flatten(0, 1)[None]
+    cells[:, ::3, 1:3] = config.num_cells
+    walls = torch.zeros(1, cells.shape[1], config.num_wall_cells, dtype=torch.uint8)
+    return torch.cat([cells, walls], 2).float()
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -50,11 +51,10 @@ def test_the_product_of_a_gpu_is_the_lookup_of_a_cpu(parts):
     torch.manual_seed(0)
     encoder = hopplus_ppo.BoardEncoder(CONFIG, 8)
     board = boards().unflatten(1, (parts, -1)).flatten(0, 1)
-    walls = torch.zeros(*board.shape[:2], 1)
     weight = torch.randn(*board.shape[:2], 8)
     found = []
-    for cells in (board, board.as_subclass(OnGPU)):
-        output = encoder(cells, walls).as_subclass(torch.Tensor)
+    for each in (board, board.as_subclass(OnGPU)):
+        output = encoder(each).as_subclass(torch.Tensor)
         (gradient,) = torch.autograd.grad((output * weight).sum(), encoder.table)
         found.append((output, gradient.as_subclass(torch.Tensor)))
     (looked_up, gradient), (product_output, product_gradient) = found
@@ -73,6 +73,7 @@ def test_each_that_is_missing_has_its_own_row():
     rows_of_missing = {}
     for _ in range(30):
         board = env.cells(env.state).flatten(0, 1).long()[None]
+        walls = torch.zeros(1, board.shape[1], 1, dtype=torch.int64)
         row = encoder.lookup[encoder.entity, board[..., :1], board]
         assert (row.sort(2).values.diff(dim=2) > 0).all(), "nothing counts twice"
         gone = board == CONFIG.num_cells
@@ -82,10 +83,9 @@ def test_each_that_is_missing_has_its_own_row():
             rows_of_missing[entity] = rows_of_missing.get(entity, set()) | rows
             assert not rows & set(row[..., entity][~gone[..., entity]].tolist())
         expected = encoder.mix(product(encoder.table, row).relu()).relu()
-        assert torch.allclose(encoder(board, torch.zeros(1, board.shape[1], 1)), expected, atol=1e-5)
-        actions = sample(seats.action_probs(env.state))
-        _, _, present_before, done = env.step(actions)
-        seats.update(actions, present_before, done)
+        assert torch.allclose(encoder(torch.cat([board, walls], 2).float()), expected, atol=1e-5)
+        _, _, done = env.advance(sample(seats.action_probs(env.state)))
+        seats.update(done)
     assert {0, 2, 4} <= missing  # with each hare a hunter leaves
     one_each = [rows for rows in rows_of_missing.values() if rows]
     assert all(len(rows) == 1 for rows in one_each) and len(one_each) > 3
@@ -96,9 +96,9 @@ def test_a_player_sees_where_on_the_board_it_stands():
     """Alone on each cell in turn, and gone: nothing else tells these boards apart"""
     torch.manual_seed(0)
     cells = CONFIG.num_cells
-    board = torch.full((1, cells + 1, CONFIG.num_players + CONFIG.num_prey), cells)
+    board = torch.full((1, cells + 1, CONFIG.num_players + CONFIG.num_prey + 1), float(cells))
     board[0, :, 0] = torch.arange(cells + 1)
-    features = hopplus_ppo.BoardEncoder(CONFIG, 8)(board, torch.zeros(1, cells + 1, 1))
+    features = hopplus_ppo.BoardEncoder(CONFIG, 32)(board)
     assert len(features[0].unique(dim=0)) == cells + 1
 
 
@@ -106,7 +106,8 @@ def test_a_single_piece_of_wall_is_seen():
     """Else with --max-wall-pieces 1 all networks would be blind to walls"""
     torch.manual_seed(0)
     cells = CONFIG.num_cells
-    encoder = hopplus_ppo.BoardEncoder(dataclasses.replace(CONFIG, max_wall_pieces=1), 8)
-    board = boards()[:, :1].expand(1, cells, -1)
-    features = encoder(board, torch.eye(cells)[None])
+    config = dataclasses.replace(CONFIG, max_wall_pieces=1)
+    board = boards(config)[:, :1].repeat(1, cells, 1)
+    board[0, :, -cells:] = torch.eye(cells)
+    features = hopplus_ppo.BoardEncoder(config, 32)(board)
     assert len(features[0].unique(dim=0)) == cells

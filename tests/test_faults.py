@@ -2,9 +2,8 @@
 
 import errno
 import os
-import pickle
 import random
-import shlex
+import re
 import shutil
 import signal
 import subprocess
@@ -13,36 +12,24 @@ import time
 from pathlib import Path
 
 import hopplus_ppo as hop
-import pretrain_vae
-import stag_hunt_env as game
-from stag_hunt_env import Run, UserError
 
 import pytest
 import torch
-from helpers import TINY_FLAGS, lines_of, same_tree, without_times, write_checkpoint
+from helpers import TINY_FLAGS, lines_of, same_tree, tiny_args, train_tiny, without_times, write_checkpoint
+from test_runs import load, refused, resume
 
 ROOT = Path(hop.__file__).resolve().parent
-PPO = {**TINY_FLAGS, "num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0}
-
-
-def run(folder, **changes):
-    return hop.main(hop.make_args("ppo", "cpu", **{**PPO, "run_dir": str(folder), **changes}))
-
-
-def first_folder(folder):
-    return next(folder.glob("*__1__*"))
+PPO = {**TINY_FLAGS, "num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0, "num_seeds": 2}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run, and its folder"""
-    folder = tmp_path_factory.mktemp("whole")
-    run(folder, num_seeds=2)
-    return folder
+    """The first folder of a run"""
+    return train_tiny(tmp_path_factory.mktemp("whole"), "ppo", **PPO)[0]
 
 
-def half_run(folder, **changes):
-    """A run of which the second half is lost -> its checkpoint"""
+def half_run(run_dir):
+    """A run of which the second half is lost -> its first folder"""
     made, train_iteration = [], hop.train_iteration
 
     def dies(state):
@@ -53,28 +40,16 @@ def half_run(folder, **changes):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(hop, "train_iteration", dies)
-        run(folder, **changes)
-    return first_folder(folder) / "checkpoint.pt"
+        train_tiny(run_dir, "ppo", **PPO)
+    return next(run_dir.glob("*__1__*"))
 
 
-def resume(checkpoint, **changes):
-    return hop.main(hop.make_args(device="cpu", resume=str(checkpoint), **changes))
+def same_run(folder, other):
+    rows = [without_times(lines_of(path)) for path in (folder, other)]
+    return same_tree(load(folder)["states"], load(other)["states"]) and rows[0] == rows[1]
 
 
-def load(path):
-    return game.load_checkpoint(path, hop.FORMAT)
-
-
-def same_as_whole(checkpoint, whole):
-    ours, theirs = checkpoint.parent, first_folder(whole)
-    rows = [without_times(lines_of(path)) for path in (ours, theirs)]
-    states = [load(path)["states"] for path in (ours, theirs)]
-    return same_tree(*states) and rows[0] == rows[1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stopped, killed, moved
-
+# ---- Stopped, killed, moved
 
 WORDS = [
     *("--device", "cpu", "--method", "ppo", "--num-envs", "8", "--num-steps", "8", "--policy-hidden", "8"),
@@ -82,8 +57,8 @@ WORDS = [
 ]
 
 
-def start(folder, *words):
-    command = [sys.executable, str(ROOT / "hopplus_ppo.py"), "--run-dir", str(folder), *words]
+def start(run_dir, *words):
+    command = [sys.executable, str(ROOT / "hopplus_ppo.py"), "--run-dir", str(run_dir), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -100,89 +75,91 @@ def wait_for(folder, pattern, seconds=60):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_leaves_a_checkpoint_and_says_how_to_go_on(number, code, tmp_path):
-    folder = tmp_path / "my runs"
-    process = start(folder, *WORDS, "--save-seconds", "1000")
-    wait_for(folder, "*/metrics.jsonl")
+    process = start(tmp_path, *WORDS, "--save-seconds", "1000")
+    wait_for(tmp_path, "*/metrics.jsonl")
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
-    (checkpoint,) = folder.glob("*/checkpoint.pt")
+    (folder,) = tmp_path.iterdir()
     assert process.returncode == code
-    command = said.splitlines()[-1].removeprefix("stopped; go on with: ")
-    assert shlex.split(command)[-2:] == ["--resume", str(checkpoint)], "it can be pasted"
-    assert load(checkpoint)["iteration"] * 64 == lines_of(checkpoint.parent)[-1]["steps"]
+    resuming, *others = [line for line in said.splitlines() if line.startswith("python ")]
+    resumed = re.fullmatch(r"python \S+hopplus_ppo.py --resume (\S+)", resuming)[1]
+    assert Path(resumed).resolve() == folder and [line.split()[1] for line in others] == [
+        "evaluation/evaluate.py",
+        "evaluation/inspector.py",
+    ]
+    assert load(folder)["iteration"] * 64 == lines_of(folder)[-1]["steps"]
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     process = start(tmp_path, *WORDS, "--save-seconds", "0")
-    checkpoint = wait_for(tmp_path, "*/checkpoint.pt")
+    folder = wait_for(tmp_path, "*/checkpoint.pt").parent
     time.sleep(random.random())
     process.kill()
     process.communicate()
-    kept = shutil.copytree(checkpoint.parent, tmp_path / "kept") / "checkpoint.pt"
+    kept = Path(shutil.copytree(folder, tmp_path / "kept"))
     iteration, found = load(kept)["iteration"], []
-    for path in (checkpoint, kept):
+    for path in (folder, kept):
         resume(path, total_timesteps=64 * (iteration + 3))
         found.append(load(path)["states"])
     assert same_tree(*found) and load(kept)["iteration"] == iteration + 3
 
 
 def test_half_a_line_after_the_checkpoint_is_dropped(whole, tmp_path):
-    checkpoint = half_run(tmp_path, num_seeds=2)
-    with open(checkpoint.parent / "metrics.jsonl", "a") as file:
+    folder = half_run(tmp_path)
+    with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"steps": 256, "charts/ret')
-    resume(checkpoint)
-    assert same_as_whole(checkpoint, whole)
+    resume(folder)
+    assert same_run(folder, whole)
 
 
 def test_a_run_goes_on_where_its_checkpoint_lies(whole, tmp_path):
-    checkpoint = half_run(tmp_path / "runs", num_seeds=2)
-    there = tmp_path / "elsewhere" / "renamed"
-    shutil.copytree(checkpoint.parent, there)
-    shutil.rmtree(tmp_path / "runs")
-    resume(there / "checkpoint.pt")
-    assert same_as_whole(there / "checkpoint.pt", whole) and not (tmp_path / "runs").exists()
-    assert (there.parent / "renamed__2" / "metrics.jsonl").exists(), "the second seed's, beside it"
+    folder = half_run(tmp_path / "runs")
+    shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
+    resume(tmp_path / "elsewhere" / folder.name)
+    for first, second in zip(sorted((tmp_path / "elsewhere").iterdir()), sorted(whole.parent.iterdir()), strict=True):
+        assert without_times(lines_of(first)) == without_times(lines_of(second))
+    assert same_run(tmp_path / "elsewhere" / folder.name, whole) and not (tmp_path / "runs").exists()
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    """Also if none saw the others' folders when it looked, and with seeds in common"""
-    monkeypatch.setattr(game.time, "time", lambda: 1000.5)
-    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    monkeypatch.setattr(hop.time, "time", lambda: 1000.5)
     folders = []
     for seed in (2, 1, 1, 2):
-        args = hop.make_args("ppo", "cpu", **PPO | {"num_seeds": 2, "seed": seed}, run_dir=str(tmp_path))
-        run = Run(args, "any", None, 0)
-        run.close()
-        folders += [folder.name.split("__")[2:] for folder in run.folders]
-    assert folders[:4] == [["2", "1000"], ["3", "1000"], ["1", "1001"], ["2", "1001"]]
-    assert folders[4:] == [["1", "1002"], ["2", "1002"], ["2", "1003"], ["3", "1003"]]
-    assert len(list(tmp_path.iterdir())) == 8, "and leave no others"
+        args = tiny_args("ppo", num_seeds=2, seed=seed, run_dir=str(tmp_path))
+        folders.append([folder.name.split("__")[2:] for folder in hop.make_folders(args, "any")])
+    names = {tuple(name) for run in folders for name in run}
+    assert len(names) == 8, "no folder is shared"
+    assert all(len({stamp for _, stamp in run}) == 1 for run in folders), "those of a run end alike"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Disks
+# ---- Disks
 
 
-def test_a_full_disk_ends_in_one_line(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_checkpoint_before(whole, tmp_path, monkeypatch):
     """The first checkpoint is written, the second finds no room"""
-    save, calls = torch.save, []
+    fsync, calls = os.fsync, []
 
-    def full(content, path):
-        calls.append(path)
+    def full(file):
+        calls.append(file)
         if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file\nmore")
-        save(content, path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(file)
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match=r"could not write .*checkpoint.pt, an earlier one there is untouched") as error:
-        run(tmp_path)
-    assert "\n" not in str(error.value)
-    monkeypatch.setattr(torch, "save", save)
-    checkpoint = first_folder(tmp_path) / "checkpoint.pt"
-    assert load(checkpoint)["iteration"] == 1
-    resume(checkpoint)
-    assert len(lines_of(checkpoint.parent)) == 6
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        train_tiny(tmp_path, "ppo", **PPO)
+    folder = next(tmp_path.glob("*__1__*"))
+    assert load(folder)["iteration"] == 1
+    resume(folder)
+    assert same_run(folder, whole)
+
+
+def test_what_cannot_be_written_ends_in_one_line(tmp_path):
+    """Here the run's folder"""
+    (tmp_path / "file").touch()
+    process = start(tmp_path / "file", *WORDS)
+    (line,) = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 1 and line.startswith("error: cannot write: ") and "Not a directory" in line
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
@@ -190,43 +167,30 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypa
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_size), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
-    run = Run(hop.make_args("ppo", "cpu", **PPO, run_dir=str(tmp_path)), "any", None, 0)
-    done.clear()
-    run.save({"format": "any"})
-    run.close()
-    assert done == [(run.folders[0] / "checkpoint.pt").stat().st_size, "renamed"]
+    write_checkpoint(tmp_path / "checkpoint.pt", {"some": "thing"})
+    assert done == [(tmp_path / "checkpoint.pt").stat().st_size, "renamed"]
 
 
-def test_a_write_that_fails_leaves_the_metrics(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"steps": 1}\n')
-    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OSError):
-        game.keep_rows(path, 0)
-    assert path.read_text() == '{"steps": 1}\n'
+# ---- What is refused
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-
-def test_every_flipped_bit_is_noticed(whole, tmp_path):
-    data = (first_folder(whole) / "checkpoint.pt").read_bytes()
+def test_every_flipped_bit_is_noticed(whole, tmp_path, capsys):
+    data = (whole / "checkpoint.pt").read_bytes()
     path, choose = tmp_path / "checkpoint.pt", random.Random(1)
     for _ in range(30):
         place = choose.randrange(len(data))
         path.write_bytes(data[:place] + bytes([data[place] ^ 1 << choose.randrange(8)]) + data[place + 1 :])
-        with pytest.raises(ValueError, match=r"checkpoint\.pt .* its checksum is wrong"):
-            load(path)
+        assert refused(capsys, load, path).endswith("its checksum is wrong")
 
 
 @pytest.fixture(scope="module")
 def files(whole, tmp_path_factory):
     """Checkpoints that do not fit, and what is none"""
-    folder, checkpoint = tmp_path_factory.mktemp("files"), first_folder(whole) / "checkpoint.pt"
+    folder = tmp_path_factory.mktemp("files")
 
     def edited(name, edit):
-        saved = torch.load(checkpoint, weights_only=True)
+        saved = load(whole)
+        saved.pop("folder")
         edit(saved)
         write_checkpoint(folder / f"{name}.pt", saved)
 
@@ -235,46 +199,40 @@ def files(whole, tmp_path_factory):
 
     edited("wider", lambda saved: policy(saved).update({"actor.weight": policy(saved)["actor.weight"][..., :2]}))
     edited("nameless", lambda saved: policy(saved).pop("actor.weight"))
-    edited("coloured", lambda saved: saved["args"].update(colour="red"))
     edited("two ranks", lambda saved: saved.update(states=saved["states"] * 2))
-    edited("abacus", lambda saved: saved.update(device="abacus"))
-    edited("of the VAE", lambda saved: saved.update(format=pretrain_vae.FORMAT))
-    (folder / "cut.pt").write_bytes(checkpoint.read_bytes()[:-5000])
+    edited("of the VAE", lambda saved: saved.update(format=hop.PRETRAINED["vae_checkpoint"]))
+    (folder / "cut.pt").write_bytes((whole / "checkpoint.pt").read_bytes()[:-5000])
     (folder / "text.pt").write_text("not a checkpoint")
     return folder
 
 
 REFUSED = [
-    ("missing.pt", "missing.pt: there is no checkpoint"),
-    ("", "is no run folder: it has no args.json"),
-    ("cut.pt", "cut short or no checkpoint: its checksum is wrong"),
-    ("text.pt", "its checksum is wrong"),
-    ("of the VAE.pt", f"is no checkpoint of this script: it is '{pretrain_vae.FORMAT}', not '{hop.FORMAT}'"),
-    ("coloured.pt", "its flags are not those of this script"),
-    ("wider.pt", "networks.policy.actor.weight was saved as torch.float32 [6, 8, 2], but here it is"),
-    ("nameless.pt", "networks.policy.actor.weight is missing in what was saved"),
-    ("two ranks.pt", "goes on on 2 rank(s) on cpu only"),
-    ("abacus.pt", "goes on on 1 rank(s) on abacus only"),
+    ("missing.pt", "there is no "),
+    ("", "there is no "),
+    ("cut.pt", "is damaged or no checkpoint: its checksum is wrong"),
+    ("text.pt", "is damaged or no checkpoint: its checksum is wrong"),
+    ("of the VAE.pt", f"is a checkpoint of {hop.PRETRAINED['vae_checkpoint']}, not of {hop.FORMAT}"),
+    ("wider.pt", "networks.policy.actor.weight is [6, 8, 2], here [6, 8, 7]"),
+    ("nameless.pt", "only there or only here is networks.policy.actor.weight"),
+    ("two ranks.pt", "the run has 2 ranks, not 1"),
 ]
 
 
 @pytest.mark.parametrize(("name", "said"), REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(name, said, files):
+def test_what_does_not_fit_is_refused_in_one_line(name, said, files, capsys):
     before = sorted(files.rglob("*"))
-    with pytest.raises(UserError) as error:
-        resume(files / name)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert said in refused(capsys, resume, files / name)
     assert sorted(files.rglob("*")) == before
 
 
-def test_a_checkpoint_runs_no_code(tmp_path):
+def test_a_checkpoint_runs_no_code(tmp_path, capsys):
     """Whoever loads this one with pickle makes a file"""
 
     class Forged:
         def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
-    write_checkpoint(tmp_path / "forged.pt", {"format": hop.FORMAT, "states": Forged()})
-    with pytest.raises(pickle.UnpicklingError):
-        load(tmp_path / "forged.pt")
+    write_checkpoint(tmp_path / "forged.pt", {"states": Forged()})
+    assert "is damaged or no checkpoint" in refused(capsys, load, tmp_path / "forged.pt")
     assert not (tmp_path / "executed").exists()
+    assert torch.load(tmp_path / "forged.pt", weights_only=False) and (tmp_path / "executed").exists()

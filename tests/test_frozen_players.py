@@ -1,259 +1,194 @@
 """Frozen learners of other runs as co-players: `adapt.py --sets learned`"""
 
-import csv
 import dataclasses
-from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo
 import stag_hunt_env as game
 from benchmarks.baselines import ppo_gru
-from evaluation import adapt, evaluate, frozen_players, gru, runs
+from evaluation import adapt, frozen_players, runs
 from stag_hunt_env import STAY, StagHuntConfig
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from test_evaluation import FAST, read, untrained, watch
-from test_gru import untrained as untrained_gru
+from helpers import untrained
+from test_adapt import FAST, load, refusal
+from test_adapt import few_games as few_games
 
 CONFIG = StagHuntConfig(height=3, width=4, num_hares=3, final_time=6)
 SMALL = {"config": CONFIG, "num_seeds": 1}
-SHORT = {"config": dataclasses.replace(CONFIG, final_time=3), "num_seeds": 1}
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: Path(path).write_text("a picture"))
-
-
-def recurrent(folder, config=CONFIG):
-    """A checkpoint of ppo_gru.py"""
-    (path,) = untrained_gru(folder, config=config, seats="learner,mixed,mixed,mixed", num_seeds=1)
-    return path
-
-
-def table_of(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+def recurrent(folder, **changes):
+    """A run of ppo_gru.py that is not trained"""
+    usual = {"config": CONFIG, "num_envs": 4, "num_steps": 8, "hidden": 8, "device": "cpu"}
+    args = ppo_gru.Args(**usual | changes)
+    state = ppo_gru.TrainState(args, 0, torch.device("cpu"))
+    folder.mkdir(parents=True, exist_ok=True)
+    ppo_gru.save_checkpoint(folder / "checkpoint.pt", state)
+    return folder
 
 
 def test_sets():
-    trio = {"3 of A": ("A",) * 3, "3 of B": ("B",) * 3}
-    assert frozen_players.sets_of(["A"]) == {"3 of A": ("A",) * 3}
-    mixed = {"2 of A + B": ("A", "A", "B"), "A + 2 of B": ("A", "B", "B")}
-    assert frozen_players.sets_of(["A", "B"]) == {**trio, **mixed}
-    assert list(frozen_players.sets_of(["A", "B", "C"])) == ["3 of A", "3 of B", "3 of C", "A + B + C"]
+    assert frozen_players.sets_of(["A"]) == [["A"] * 3]
+    trio = [["A"] * 3, ["B"] * 3]
+    assert frozen_players.sets_of(["A", "B"]) == [*trio, ["A", "A", "B"], ["A", "B", "B"]]
+    assert frozen_players.sets_of(["A", "B", "C"]) == [*trio, ["C"] * 3, ["A", "B", "C"]]
     four = frozen_players.sets_of(["A", "B", "C", "D"])
-    assert list(four)[4:] == ["A + B + C", "B + C + D", "C + D + A", "D + A + B"]
-    assert four["D + A + B"] == ("D", "A", "B")
+    assert ["".join(names) for names in four[4:]] == ["ABC", "BCD", "CDA", "DAB"]
 
 
-def test_who_was_trained_on_another_game_is_refused(tmp_path):
-    path = untrained(tmp_path / "one", **SMALL)
-    other = untrained(tmp_path / "other", **SMALL | {"config": dataclasses.replace(CONFIG, num_hares=2)})
-    with pytest.raises(game.UserError) as error:
-        adapt.main(read(adapt, path, *FAST, "--sets", "learned", "--others", f"B={other}"))
-    said = str(error.value)
-    assert said == f"--others B={other}: it was trained on another game, with --num-hares 2 instead of 3"
-
-
-@pytest.mark.parametrize("tf32", [True, False])
-def test_another_run_does_not_change_how_the_gpu_multiplies(tf32, tmp_path):
-    """Nor does a recurrent one, which always multiplies in tf32"""
-    path = untrained(tmp_path, precision="fp32", **SMALL) if tf32 else recurrent(tmp_path)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    others = frozen_players.load_others((f"A={path}",), "cpu", CONFIG)
-    tables = [["learner", "A", "A", "A"]]
-    seats = game.Seats(game.StagHuntEnv(CONFIG, 2), frozen_players.stand_ins(others, tables))
-    frozen_players.seat_others(others, seats, tables, [0, 0])
-    after = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before
-    assert after == tf32
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_who_takes_a_seat(shared, tmp_path):
-    """Whoever learned in it, else the first learner; the seeds by turns"""
-    path = untrained(tmp_path, seats="random,learner,mixed,learner", share_parameters=shared, config=CONFIG)
-    run = read(evaluate, path).run
-    found = [[frozen_players.learner_at(run, seat, number) for seat in range(4)] for number in range(3)]
-    assert found == ([[0] * 4, [1] * 4, [0] * 4] if shared else [[0, 0, 0, 1], [2, 2, 2, 3], [0, 0, 0, 1]])
-
-
-def test_places(tmp_path):
-    """Learner 0 sits in three places, 1 in one, 2 in none, 3 in two"""
-    run = read(evaluate, untrained(tmp_path, **SMALL)).run
-    tables = [["A", "A", "learner", "B"], ["A", "learner", "B", "A"], ["A", "B", "learner", "A"]]
-    places = frozen_players.find_places(run, "A", tables, [0, 1, 2], "cpu")
-    assert places.learners == [0, 1, 3]
-    assert places.game.tolist() == [[0, 1, 2], [0, 0, 0], [1, 2, 1]]
-    assert places.seat.tolist() == [[0, 0, 0], [1, 1, 1], [3, 3, 3]]
-    assert places.filled.tolist() == [[name == "A" for name in table] for table in tables]
-    assert places.row[places.filled].tolist() == [0, 3, 1, 6, 2, 7]
+def test_what_cannot_sit_there_is_named(tmp_path):
+    other = dataclasses.replace(CONFIG, num_hares=2)
+    untrained(tmp_path / "other", **SMALL | {"config": other})
+    hop = untrained(tmp_path / "hop", "hop", hopplus_mcts, goal_dim=2, **SMALL)
+    for text, sentence in (
+        (f"B={tmp_path / 'other'}", "trained in another game, num_hares 2"),
+        (f"waiting={tmp_path}", "it must be NAME=FOLDER, with a name of its own"),
+        (str(tmp_path), "it must be NAME=FOLDER"),
+        (f"B={hop}", "learners of --method hop cannot be co-players"),
+    ):
+        assert sentence in refusal(frozen_players.load_others, (text,), "cpu", CONFIG)
 
 
 CASES = {
-    "ppo": (hopplus_ppo, {}),
-    "hopplus": (hopplus_ppo, {"share_parameters": True}),
-    "hop": (hopplus_mcts, {"goal_dim": 2}),
-    "hopplus-mcts": (hopplus_mcts, {"config": dataclasses.replace(CONFIG, max_wall_pieces=1)}),
+    "ppo": {},
+    "ppo-omg": {},
+    "hopplus": {"share_parameters": True},
+    "hopplus-mcts": {"script": hopplus_mcts, "config": dataclasses.replace(CONFIG, max_wall_pieces=1)},
+    "gru": {},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     """Beside each learner a frozen copy watches from its seat: whatever happens, it would do the same"""
-    script, changes = CASES[case]
-    method = case if "subgoals" not in changes else "ppo-omg"
-    path = untrained(tmp_path, method, script=script, **{**SMALL, **changes})
-    words = [path, *FAST, "--sets", "learned", "--others", f"A={path}", "--repetitions", 4, "--games-at-once", 3]
-    args = read(adapt, *words)
-    run = args.run
-    args.other_runs = adapt.load_other_runs(args)
-    tables, index = adapt.deal_seats(args, adapt.co_player_sets(args))
-    assert tables[1] == ["A", "learner", "A", "A"]
-    state = adapt.make_state(args, run, tables, index, imagination=False)
+    if case == "gru":
+        run = load(recurrent(tmp_path))
+        script = run.script
+    else:
+        changes = {"seats": "learner,mixed,mixed,mixed", **SMALL, **CASES[case]}
+        run = load(untrained(tmp_path, case, **changes))
+        script = run.script
+    tables = [["learner", "A", "random", "A"], ["A", "A", "nearest_hare", "learner"]]
+    changes = {"num_envs": 3, "num_steps": 20, "planner": "none", "imagination": False}
+    state = frozen_players.seat_beside(run, tables, [0, 0], {"A": run}, **changes)
     seats = state.games.seats
-    by_game = [table for table in tables for _ in range(3)]
-    watching = frozen_players.find_places(run, "learner", by_game, [0] * 12, "cpu")
-    watcher = frozen_players.FrozenPlayers(run, state.games.env, watching)
-    said = []
-    watched = watcher.probs
-    watcher.probs = lambda state: said.append(watched(state)) or said[-1]
+    (group,) = seats.groups
+    watcher = frozen_players.Group(run, state, "nobody", tables)
+    watcher.own = []
+    own = watcher.probs
+
+    def watched(now):
+        watcher.own.append(seats.seats.to_learners(own(now)))
+        return own(now)
+
+    watcher.probs = watched
     seats.groups.append(watcher)
-    seats.filled.append(torch.zeros_like(watching.filled))
-    transitions, outputs, episodes = runs.play(run, state, 20)
-    own = [seats.to_learners(probs) for probs in said]
-    torch.testing.assert_close(torch.stack(own, 1), outputs["log_probs"].exp())
-    assert episodes["done"].sum(0).min() >= 3, "over several games"
-    assert (transitions.joint != STAY).any()
-    torch.testing.assert_close(watcher.history.flatten(0, 1), state.games.history.flatten(0, 1))
-    if watcher.networks.inference is not None:
-        assert watcher.history.any() and seats.groups[0].history.any()
-    assert not watcher.args.imagination and getattr(watcher.args, "planner", "none") == "none"
-
-
-def test_adaptation_to_them(tmp_path, monkeypatch):
-    """Of A seed 1 stays for ever and seed 2 acts at random; B, which had one learner, stays for ever"""
-    monkeypatch.setattr(adapt, "BEST_RESPONSE_GAMES", 8)
-    path = untrained(tmp_path / "run", "ppo-omg", **SHORT)
-    a = untrained(tmp_path / "a", stays=[True] * 4 + [False] * 4, config=SHORT["config"])
-    b = untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SHORT)
-    words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"B={b}", "--repetitions", 4, "--games-at-once", 2]
-    words += ["--steps", 12, "--every", 3]
-    words += ["--modes", "learning", "--best-response-steps", 64]
-    args = read(adapt, path, *words)
-    played = []
-    watch(args, "rollout", played)
-    hunters, hunted = [], []
-    action_probs, bayes_probs = frozen_players.LearnedSeats.action_probs, adapt.bayes_probs
-
-    def watched(seats, *given):
-        probs = action_probs(seats, *given)
-        if any(seats is x for x in hunted):  # to the Bayes hunter they are strangers
-            hunters.append((probs, seats.posterior()))
-        return probs
-
-    monkeypatch.setattr(frozen_players.LearnedSeats, "action_probs", watched)
-    monkeypatch.setattr(adapt, "bayes_probs", lambda env, seats: (hunted.append(seats), bayes_probs(env, seats))[1])
-    found = adapt.main(args)
-    sets = ["3 of A", "3 of B", "2 of A + B", "A + 2 of B"]
-    rows = ("random", "Bayes hunter", "learning", "best response")
-    assert set(found) == {f"{name}/{key}" for name in rows for key in sets}
-    expected = [["A"] * 3, ["B"] * 3, ["A", "A", "B"], ["A", "B", "B"]]
-
-    moved = {}
-    for _, (transitions, *_) in played:
-        moves = (transitions.joint[..., 1:] != STAY).any(1)  # [M, E, K]
-        kind = tuple(moves.shape[:2])
-        moved[kind] = moved.get(kind, False) | moves
-    assert moved.keys() == {(16, 2), (16, 1), (16, 4), (4, 8)}, "scored, practised, held out, best responses"
-    for (blocks, places), moves in moved.items():
-        names = [x for x in expected for _ in range(blocks // 4)]
-        is_a = torch.tensor([[name == "A" for name in each] for each in names])
-        number = torch.arange(blocks)[:, None] % 4 if blocks == 16 else torch.arange(places)
-        second_seed = (number % 2 == 1).expand(blocks, places)
-        assert torch.equal(moves, is_a[:, None] & second_seed[..., None]), "in a best response by turns too"
-    probs, posterior = hunters[-1]
-    others = torch.tensor([[seat != b // 2 % 4 for seat in range(4)] for b in range(32)])
-    assert (probs[8:16][others[8:16]][:, STAY] == 1).all()
-    assert any((later[8:16][others[8:16]] != 1 / 3).any() for _, later in hunters), "it guesses who they are"
-    assert posterior.shape == (32, 4, 3)
-    for end in (".csv", "_repetitions.csv", "_curve.csv", ".png"):
-        assert (tmp_path / f"run/adaptation_learned{end}").stat().st_size > 0
-    assert [row["co_players"] for row in table_of(tmp_path / "run/adaptation_learned.csv")] == sets
-    assert all(found[f"{name}/3 of B"] <= 1 for name in ("learning", "best response")), "nobody hunts stags with it"
-
-
-def test_a_recurrent_co_player_beside_another(tmp_path):
-    """It acts as GruPlayers do, with a memory of each seat that goes on from game to game"""
-    path = untrained(tmp_path / "a", stays=[True] * 4, **SMALL)
-    texts = (f"A={path}", recurrent(tmp_path / "gru"))
-    others = frozen_players.load_others(texts, "cpu", CONFIG)
-    assert list(others) == ["A", "gru seed 3"]
-    assert others["gru seed 3"].script is ppo_gru and others["A"].script is not ppo_gru
-    tables = [
-        ["learner", "A", "gru seed 3", "gru seed 3"],
-        ["gru seed 3", "learner", "random", "A"],
-        ["A", "random", "A", "learner"],
+    steps, sums = script.rollout(state, state.games)
+    agent_said = torch.stack(watcher.own, 1).gather(3, steps["action"].view(2, 20, 3, 1))[..., 0]
+    torch.testing.assert_close(agent_said, steps["log_prob"].exp())
+    assert sums["games/ended"][:, 0].min() >= 6, "over several games"
+    memory = "state" if case == "gru" else "history"
+    if getattr(state.games, memory).numel():
+        theirs = getattr(watcher.state.games, memory)
+        ours = getattr(state.games, memory)
+        for learner, row in ((0, 0), (1, 4 + 3)):  # in the first seat, in the last one of the second table
+            torch.testing.assert_close(theirs[row], ours[learner])
+        assert ours.any() and getattr(group.state.games, memory).any()
+    assert seats.groups[0].sits[..., 0].tolist() == [
+        [name == "A" for name in table] for table in tables for _ in range(3)
     ]
-    env = game.StagHuntEnv(CONFIG, 6, "cpu", 1)
-    seats = game.Seats(env, frozen_players.stand_ins(others, tables))
-    seats = frozen_players.seat_others(others, seats, tables, [0] * 6)
-    by_game = [table for table in tables for _ in range(2)]
-    is_gru = torch.tensor([[name == "gru seed 3" for name in table] for table in by_game])
-    is_a = torch.tensor([[name == "A" for name in table] for table in by_game])
-    alone = gru.GruPlayers(others["gru seed 3"], env, is_gru)
-    at_random = torch.full((3, 2, game.NUM_ACTIONS), 1 / game.NUM_ACTIONS)
-    games = torch.zeros(6)
-    for _ in range(30):
-        expected = alone.probs(env.state)
-        probs = seats.action_probs(env.state, at_random)
-        assert torch.equal(probs[is_gru], expected[is_gru])
-        assert (probs[is_a][:, STAY] > 0.99).all()
-        torch.testing.assert_close(probs.sum(2), torch.ones(6, 4))
-        actions = game.sample(probs)
-        _, present_before, done = env.advance(actions)
-        seats.update(actions, present_before, done)
-        alone.update(actions, done)
-        games += done
-    _, group = seats.groups
-    for ours, theirs in zip(group.memory, alone.memory, strict=True):
-        assert torch.equal(ours, theirs)
-    assert games.min() >= 3 and (group.memory.state.abs().amax(2) > 0.05).all()
-    assert not group.memory.reset.any(), "it remembers"
 
 
-@pytest.mark.parametrize("kind", ["gru", "ppo"])
-def test_learners_adapt_to_recurrent_co_players(kind, tmp_path, monkeypatch):
-    """A stays for ever, the recurrent G does not: where the learner is scored, practises and is tested"""
-    config = SHORT["config"]
-    a = untrained(tmp_path / "a", stays=[True] * 4, **SHORT)
-    g = recurrent(tmp_path / "g", config)
-    path = recurrent(tmp_path / "run", config) if kind == "gru" else untrained(tmp_path / "run", **SHORT)
-    words = [*FAST, "--sets", "learned", "--others", f"A={a}", f"G={g}", "--repetitions", 4, "--games-at-once", 2]
-    words += ["--steps", 12, "--every", 3, "--modes", "frozen", "learning", "--no-references"]
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_recurrent_co_player_remembers_games_as_in_training(keeps, tmp_path):
+    run = load(recurrent(tmp_path, keep_state=keeps, state_reset_prob=1.0))
+    tables = [["learner", "G", "G", "G"]]
+    state = frozen_players.seat_beside(run, tables, [0], {"G": run}, num_envs=8, num_steps=1)
+    (group,) = state.games.seats.groups
+    for _ in range(20):
+        run.script.rollout(state, state.games)
+        ended = group.state.games.seats.per_learner(state.env.state.time == 0)
+        assert torch.equal(group.state.games.reset, ended & (not keeps))
+        reward = group.state.games.last_reward
+    assert reward.shape == (4, 8)
+
+
+def test_adaptation_to_them(tmp_path):
+    """Of A seed 1 stays for ever and seed 2 acts at random; B, which had one learner, stays for ever"""
+    folder = untrained(tmp_path / "run", "ppo-omg", **SMALL)
+    untrained(tmp_path / "a", stays=[True] * 4 + [False] * 4, config=CONFIG, num_seeds=2)
+    untrained(tmp_path / "b", stays=[True], seats="learner,mixed,mixed,mixed", **SMALL)
+    recurrent(tmp_path / "g")
+    others = tuple(f"{name}={tmp_path / name.lower()}" for name in "ABG")
     moved = {}
-    update = frozen_players.LearnedSeats.update
+    own = frozen_players.LearnedSeats.update
 
-    def watched(seats, actions, *given):
-        assert seats.num_learners == 16
-        before = moved.get(seats.num_envs, torch.zeros_like(actions, dtype=torch.bool))
-        moved[seats.num_envs] = before | (actions != STAY)
-        update(seats, actions, *given)
+    def watched(seats, done):
+        moves = moved.setdefault(seats.num_blocks, torch.zeros_like(seats.actions, dtype=torch.bool))
+        moves |= seats.actions != STAY
+        own(seats, done)
 
-    monkeypatch.setattr(frozen_players.LearnedSeats, "update", watched)
-    scores = adapt.main(read(adapt, path, *words))
-    sets = {"3 of A": "AAA", "3 of G": "GGG", "2 of A + G": "AAG", "A + 2 of G": "AGG"}
-    assert set(scores) == {f"{mode}/{key}" for mode in ("frozen", "learning") for key in sets}
-    assert [row["co_players"] for row in table_of(tmp_path / "run/adaptation_learned.csv")] == list(sets)
-    assert moved.keys() == {2, 1, 4}, "scored, practised, held out"
-    for places, moves in moved.items():
-        is_a = []
-        for others in sets.values():
-            for repetition in range(4):
-                table = "".join(("L" + others)[(seat - repetition) % 4] for seat in range(4))
-                is_a += [[name == "A" for name in table]] * places
-        assert torch.equal(moves, ~torch.tensor(is_a))
+    args = adapt.Args(**{**FAST, "run": str(folder), "sets": "learned", "others": others, "repetitions": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen_players.LearnedSeats, "update", watched)
+        rows = adapt.main(args)
+    sets = ["3 A", "3 B", "3 G", "A + B + G"]
+    modes = ["random", "Bayes hunter", "frozen", "learning"]
+    assert len(rows) == 4 * (4 * 4 + 1)
+    assert {row["mode"] for row in rows} == {*modes, "best response"}
+    assert moved.keys() == {16, 4}, "played, best responses"
+    for blocks, moves in moved.items():
+        places = len(moves) // blocks
+        for block in range(blocks):
+            players = ("AAA", "BBB", "GGG", "ABG")[block * 4 // blocks]
+            second_seed = block % 2 == 1
+            expected = [name == "G" or (name == "A" and second_seed) for name in players]
+            of_block = moves[block * places : (block + 1) * places].any(0)
+            assert of_block[1:].tolist() == expected, (sets, block)
+
+
+def test_learners_of_ppo_gru_adapt_by_recurrent_ppo(tmp_path):
+    """To strangers and to others' learners: it goes on learning, from its first game, in as many sequences
+    as there are minibatches"""
+    folder = recurrent(tmp_path / "g", num_seeds=2)
+    untrained(tmp_path / "a", stays=[True] * 4, **SMALL)
+    run = load(folder)
+    assert run.num_learners == 2 and run.script.__name__ != "ppo_gru"
+    flags = {**FAST, "run": str(folder), "repetitions": 4, "references": False}
+    seen = {}
+    for number, more in enumerate(({"sets": "strangers"}, {"sets": "learned", "others": (f"A={tmp_path / 'a'}",)})):
+        rows = adapt.main(adapt.Args(**flags | more))
+        seen[number] = {(row["co_players"], row["mode"], row["seed"]) for row in rows}
+    assert len(seen[0]) == 6 * 2 * 2 and seen[1] == {
+        ("3 A", mode, s) for mode in ("frozen", "learning") for s in (1, 2)
+    }
+    state = runs.seat_learners(run, [["learner", "waiting", "waiting", "waiting"]] * 2, [0, 1], num_steps=8, num_envs=3)
+    assert state.args.state_reset_prob == 0
+    learning = adapt.Adaptation(adapt.Args(), run, state, [0, 1])
+    before = runs.copy_params(state.networks["policy"])
+    steps, _ = run.script.rollout(state, state.games)
+    batches = []
+    update = run.script.ppo_update
+    run.script.ppo_update = lambda *given: batches.append(given[1]) or update(*given)
+    learning.learn({name: x[:, :, :1] for name, x in steps.items()})
+    assert batches[0]["action"].shape == (2, 2, 4), "four sequences of two steps"
+    for part in range(4):
+        for name in ("action", "x"):
+            assert torch.equal(batches[0][name][:, :, part], steps[name][:, 2 * part : 2 * part + 2, 0])
+        assert torch.equal(batches[0]["state"][:, part], steps["state"][:, 2 * part, 0])
+    after = runs.copy_params(state.networks["policy"])
+    assert all((after[name] != before[name]).flatten(1).any(1).all() for name in before if name.startswith("actor"))
+
+
+@pytest.mark.cuda
+def test_all_of_it_runs_on_a_gpu(tmp_path, trained):
+    config = dataclasses.replace(CONFIG, final_time=5)
+    for script, method in ((hopplus_ppo, "hopplus"), (hopplus_mcts, "hopplus-mcts")):
+        folder = trained(method, script, config=config)
+        flags = {**FAST, "run": str(folder), "device": "cuda", "search": True}
+        rows = adapt.main(adapt.Args(**flags, sets="strangers"))
+        assert all(0 <= row["score"] <= 10 for row in rows)
+        adapt.main(adapt.Args(**flags, sets="learned", others=(f"A={folder}",), references=False))
+    assert game.NUM_ACTIONS == 7

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 
 from stag_hunt_env import StagHuntConfig as Config
-from stag_hunt_env import StagHuntEnv, State, copy_nested_, planes
+from stag_hunt_env import StagHuntEnv, State, planes
 
 import numpy as np
 import pytest
@@ -20,19 +20,15 @@ from helpers import (
     mixed_actions,
     planes_of,
     random_kinds,
+    same_tree,
     seeded,
     state_of,
     stir_global_generators,
 )
 
 EVERYONE_LEFT, TIME_UP, FIRST_HUNT = "everyone left", "time up", "steps after the first hunt"
-LONE_STAG, STAG, HARE_SHARED, TRIO, TWO_CATCHES = (
-    "one on a stag",
-    "stag caught",
-    "hare shared",
-    "party of 3",
-    "two catches at once",
-)
+LONE_STAG, STAG, HARE_SHARED, TRIO = "one on a stag", "stag caught", "hare shared", "party of 3"
+TWO_CATCHES = "two catches at once"
 BAD_MOVE, BAD_HUNT, GHOST, AFTER_END = "illegal move", "illegal hunt", "player that left hunts", "step after the end"
 ALWAYS = {BAD_MOVE, BAD_HUNT, AFTER_END}
 
@@ -162,16 +158,7 @@ def test_transition_is_the_plain_game(name, request):
     assert not missing or quota < 20_000 // len(CASES), f"never happened: {missing}; happened: {dict(seen)}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "4h1s",
-        "tall",
-        "8 players",
-        "end after first hunt",
-        "walls, 8 divides",
-    ],
-)
+@pytest.mark.parametrize("name", ["4h1s", "tall", "8 players", "end after first hunt", "walls, 8 divides"])
 def test_transition_from_any_state(name):
     """Search and imagination start from states that play does not reach: who left stands on living prey, say."""
     config, generator = CONFIGS[name], seeded(20)
@@ -229,7 +216,7 @@ def test_step_with_automatic_reset(name):
     games = games_of(env.state)
     returns, final_return = torch.zeros(2, 24, config.num_players)
     final_state, final_planes = state_of(config, games), planes_of(config, games)
-    final_length, episodes = torch.zeros(24, dtype=torch.int32), 0
+    episodes = 0
     prey, final_prey = torch.zeros(2, 24, config.num_players, dtype=torch.int64)
     kinds = random_kinds(env, generator)
     for _ in range(2 * config.final_time):
@@ -243,7 +230,6 @@ def test_step_with_automatic_reset(name):
         ended, last, last_planes = done[:, None], state_of(config, games), planes_of(config, games)
         returns += reward
         final_return, returns = torch.where(ended, returns, final_return), torch.where(ended, 0.0, returns)
-        final_length = torch.where(done, last.time, final_length)
         prey = torch.where(acted & ~last.present, actions, prey)  # what a player hunted in the step in which it left
         final_prey, prey = torch.where(ended, prey, final_prey), torch.where(ended, 0, prey)
         final_planes = torch.where(ended[..., None, None, None], last_planes, final_planes)
@@ -251,21 +237,16 @@ def test_step_with_automatic_reset(name):
             *(torch.where(done if x.dim() == 1 else ended, x, y) for x, y in zip(last, final_state, strict=True))
         )
         assert_same_state(env.final_state, final_state)
-        assert_same("final_observation", env.final_observation(), final_planes)
-        for field, value in (
-            ("final_return", final_return),
-            ("final_length", final_length),
-            ("episode_return", returns),
-            ("final_prey", final_prey),
-        ):
-            assert_same(field, getattr(env, field), value)
+        assert_same("observe(final_state)", env.observe(env.final_state), final_planes)
+        assert_same("final_return", env.final_return, final_return)
+        assert_same("episode_return", env.episode_return, returns)
+        assert_same("final_prey", env.final_prey, final_prey)
 
         for b, new in enumerate(games_of(env.state)):
             if done[b]:
                 assert new.time == 0 and new.first_hunt == -1 and all(new.present) and all(new.alive)
-                assert len({*new.position, *new.prey, *new.walls}) == config.num_players + config.num_prey + len(
-                    new.walls
-                )
+                occupied = [*new.position, *new.prey, *new.walls]
+                assert len({*occupied}) == len(occupied)
                 games[b] = new
         assert_same_view(env, env.state, games)
         assert_same("observation", observation, planes_of(config, games))
@@ -314,7 +295,7 @@ def test_same_seed_same_games():
         generator, history = seeded(8), [start]
         for _ in range(15):
             history.extend(x.clone() for x in env.step(torch.randint(7, (16, 3), generator=generator)))
-        return [*history, *(x.clone() for x in (*env.state, *env.final_state, env.final_return, env.final_length))]
+        return [*history, *(x.clone() for x in (*env.state, *env.final_state, env.final_return))]
 
     def equal(a, b):
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -331,37 +312,78 @@ def test_same_seed_same_games():
     assert global_generators() == before
 
 
+def copy_back(kept, saved):
+    for name, x in kept.items():
+        if isinstance(x, dict):
+            copy_back(x, saved[name])
+        else:
+            x.copy_(saved[name])
+
+
 def test_a_loaded_state_plays_on_bit_for_bit():
     config = CONFIGS["walls, 8 divides"]
     env, other = StagHuntEnv(config, 16, seed=9), StagHuntEnv(config, 16, seed=10)
     actions = torch.randint(7, (80, 16, 3), generator=seeded(1))
     for acts in actions[:40]:
         env.step(acts)
-    saved = {name: x.clone() for name, x in env.state_dict().items()}
-    places = {name: x.data_ptr() for name, x in other.state_dict().items() if name != "generator"}
-    other.load_state_dict(saved)
-    assert places == {name: x.data_ptr() for name, x in other.state_dict().items() if name != "generator"}, "in place"
+    copy_back(other.state_dict(), env.state_dict())
+    other.generator.set_state(env.state_dict()["generator"])
     for acts in actions[40:]:
         for ours, expected in zip(other.step(acts), env.step(acts), strict=True):
             assert torch.equal(ours, expected)
-        left, right = env.state_dict(), other.state_dict()
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert any(not torch.equal(saved[name], x) for name, x in env.state_dict().items())
+        assert same_tree(env.state_dict(), other.state_dict())
 
 
-def test_nested_tensors_are_copied_in_place():
-    kept = {"a": {0: torch.zeros(2), 1: torch.zeros(3, dtype=torch.int64)}, "b": torch.zeros(1)}
-    saved = {"a": {0: torch.ones(2), 1: torch.ones(3, dtype=torch.int64)}, "b": torch.ones(1), "more": None}
-    first = kept["a"][0]
-    wrong = [
-        ({**saved, "b": None}, "b"),
-        ({**saved, "b": torch.ones(2)}, "b"),
-        ({**saved, "a": {0: torch.ones(2)}}, r"a\.1"),
-        ({**saved, "a": {**saved["a"], 1: torch.ones(3)}}, r"a\.1"),
-    ]
-    for bad, name in wrong:
-        with pytest.raises(ValueError, match=name):
-            copy_nested_(kept, bad)
-        assert (first == 0).all() and (kept["b"] == 0).all(), "nothing is changed"
-    copy_nested_(kept, saved)
-    assert kept["a"][0] is first and (first == 1).all() and (kept["a"][1] == 1).all() and (kept["b"] == 1).all()
+@pytest.mark.parametrize("name", ["4h1s", "walls, little room"])
+def test_games_may_end_earlier(name):
+    """Once seat 1 has left, as StagHunt-v0 has it: the same transition, and a fresh game"""
+    env, generator, early = StagHuntEnv(CONFIGS[name], 64, seed=1), seeded(2), 0
+    kinds = random_kinds(env, generator)
+    returns = torch.zeros_like(env.episode_return)
+    for _ in range(60):
+        before = State(*(x.clone() for x in env.state))
+        actions = mixed_actions(env, before, kinds, 0.2, generator)
+        reached, expected, acted, over = env.transition(before, actions)
+        reward, present_before, done = env.advance(actions, also_over=lambda state: ~state.present[:, 1])
+        assert_same_step((reward, present_before, done), (expected, acted, over | ~reached.present[:, 1]))
+        returns += reward
+        early += int((done & ~over).sum())
+        for now, final, reference_state in zip(env.state, env.final_state, reached, strict=True):
+            assert torch.equal(final[done], reference_state[done])
+            assert torch.equal(now[~done], reference_state[~done])
+        assert env.state.present[done].all() and (env.state.time[done] == 0).all()
+        assert torch.equal(env.final_return[done], returns[done])
+        returns[done] = 0
+    assert early > 100
+
+
+def test_a_board_of_more_cells_than_a_byte_counts():
+    env = StagHuntEnv(Config(height=15, width=20), 8, seed=1)
+    state = env.initial_state()
+    state = state._replace(present=state.present & (torch.arange(4) != 2))
+    assert torch.equal(env.observe(state), planes_of(env.config, games_of(state)))
+    assert env.cells(state).max() == 300
+
+
+@pytest.mark.parametrize("shape, action", [((2, 4), x) for x in (1.9, True, 7, -1)] + [((2, 3), 4), ((1, 4), 4)])
+def test_wrong_actions_are_refused(shape, action):
+    env, actions = StagHuntEnv(num_envs=2), torch.full(shape, action)
+    with pytest.raises(ValueError, match=r"0 to 6, \[2, 4\]"):
+        env.step(actions)
+    assert (env.state.time == 0).all()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_players", x) for x in (1, 9)]
+    + [(name, 0) for name in ("height", "width", "final_time")]
+    + [(name, -1) for name in ("num_stags", "num_hares", "max_wall_pieces")],
+)
+def test_wrong_configs_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Config(**{name: value})
+
+
+def test_too_little_room_is_said_in_cells():
+    with pytest.raises(ValueError, match="9 players and prey, 6 cells"):
+        Config(height=2, width=3)

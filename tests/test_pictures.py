@@ -1,66 +1,118 @@
-"""What the pictures show: who hunts, who is who, what is likely."""
+"""What the pictures show: who is where, who hunts, what has changed."""
 
-from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, render_planes, render_rgb
+import subprocess
+import sys
+from pathlib import Path
+
+from stag_hunt_env import CELL, COLOURS, StagHuntConfig, StagHuntEnv, State, render_ansi, render_rgb, write_gif
 
 import numpy as np
 import pytest
 import torch
-from PIL import ImageColor
+from PIL import Image, ImageColor
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = StagHuntConfig(height=3, width=4, num_players=8, num_stags=1, num_hares=2)
 
 
-def cells_that_differ(config, picture, other):
+def picture(env, state, returns=None, **options):
+    returns = torch.zeros(len(state.time), env.config.num_players) if returns is None else returns
+    return render_rgb(env, state, returns, **options)
+
+
+def cells_that_differ(config, ours, other):
     """{cell: ...} of the board, and whether anything below it differs"""
     board = config.height * CELL
-    different = (picture != other).any(2)
+    different = (ours != other).any(2)
     blocks = different[:board].reshape(config.height, CELL, -1, CELL)[:, :, : config.width].any((1, 3))
     return set(np.flatnonzero(blocks).tolist()), bool(different[board:].any())
 
 
 def test_hunters_get_a_ring():
-    state = StagHuntEnv(CONFIG, 1, seed=1).initial_state()
-    plain, actions = render_rgb(CONFIG, state), torch.tensor([0, 1, 2, 3, 4, 5, 6, 4])
-    hunting = render_rgb(CONFIG, state, hunting=actions)
-    cells = set(state.position[0, 5:7].tolist())
-    assert cells_that_differ(CONFIG, plain, hunting) == (cells, False)
-    assert np.array_equal(plain, render_rgb(CONFIG, state, hunting=torch.full((8,), 4)))
+    env = StagHuntEnv(CONFIG, seed=1)
+    actions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4])
+    plain = picture(env, env.state)
+    cells = set(env.state.position[0, 5:7].tolist())
+    assert cells_that_differ(CONFIG, plain, picture(env, env.state, hunting=actions)) == (cells, False)
+    assert np.array_equal(plain, picture(env, env.state, hunting=torch.full((8,), 4)))
 
 
 @pytest.mark.parametrize("on_prey", [False, True])
 def test_everybody_on_one_cell_can_be_seen(on_prey):
-    state = StagHuntEnv(CONFIG, 1, seed=1).initial_state()
-    cell = int(state.prey_position[0, 0] if on_prey else state.position[0, 3])
-    state = state._replace(position=torch.full_like(state.position, cell))
+    env = StagHuntEnv(CONFIG, seed=1)
+    cell = int(env.state.prey_position[0, 0] if on_prey else env.state.position[0, 3])
+    state = env.state._replace(position=torch.full_like(env.state.position, cell))
     row, column = divmod(cell, CONFIG.width)
-    shown = render_rgb(CONFIG, state)[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
+    shown = picture(env, state)[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
     for colour in COLOURS:
         assert (shown == ImageColor.getrgb(colour)).all(2).sum() > 100
 
 
-@pytest.mark.parametrize("seat", [0, 3])
-def test_planes_of_an_observation(seat):
-    env = StagHuntEnv(CONFIG, 1, seed=1)
-    state = env.initial_state()
-    planes = env.observe(state)[0, seat]
-    turned = state._replace(position=state.position.roll(-seat, 1))
-    expected = render_rgb(CONFIG, turned)[: CONFIG.height * CELL, : CONFIG.width * CELL]
-    assert np.array_equal(render_planes(CONFIG, planes), expected)
-    assert np.array_equal(render_planes(CONFIG, planes, planes.float()), expected)
+def test_pictures_show_what_changed():
+    config = StagHuntConfig(height=4, width=6, max_wall_pieces=1)
+    env = StagHuntEnv(config, 4, seed=7)
+    state = env.state
+    before = picture(env, state)
+    legal = env.legal_actions(state)
+    moved, *_ = env.transition(state, torch.where(legal[..., :4].any(-1), legal.int().argmax(-1), 4))
+    changes = {
+        "a move": moved._replace(time=state.time),
+        "a player that left": state._replace(present=state.present & (torch.arange(4) != 2)),
+        "a caught stag": state._replace(prey_alive=state.prey_alive & (torch.arange(5) != 0)),
+        "a caught hare": state._replace(prey_alive=state.prey_alive & (torch.arange(5) != 4)),
+        "walls": state._replace(walls=1 - state.walls),
+    }
+    for what, other in changes.items():
+        cells, _ = cells_that_differ(config, before, picture(env, other))
+        assert cells, what
+    later = picture(env, state._replace(time=state.time + 20))
+    richer = picture(env, state, torch.ones(4, 4))
+    named = picture(env, state, names=["A", "B", "C", "D"])
+    for other in (later, richer, named):
+        assert cells_that_differ(config, before, other) == (set(), True)
+    assert not np.array_equal(before, picture(env, State(*(x[1:] for x in state))))
 
 
-def test_what_is_only_likely_has_its_number():
-    config = StagHuntConfig(height=2, width=4, num_players=2, num_hares=1)
-    planes = torch.zeros(config.observation_shape)
-    planes[0, 0, 0] = 1
-    certain = render_planes(config, planes)
-    nearly = planes.clone()
-    nearly[0, 0, 0], nearly[0, 0, 1] = 0.995, 0.005
-    assert np.array_equal(certain, render_planes(config, nearly))
-    nearly[0, 0, 0], nearly[0, 1, 2] = 0.7, 0.3
-    both = render_planes(config, nearly)
-    assert cells_that_differ(config, certain, both)[0] == {0, 6}
-    other = nearly.clone()
-    other[0, 1, 2] = 0.25
-    assert cells_that_differ(config, both, render_planes(config, other))[0] == {6}, "the number can be read"
-    assert np.array_equal(both, render_planes(config, planes, nearly))
+def test_ansi_shows_everyone_and_all_prey():
+    config = StagHuntConfig(height=5, width=6, num_players=8, num_stags=2, num_hares=3, max_wall_pieces=1)
+    env, walls = StagHuntEnv(config, 20, seed=6), 0
+    crowd = env.state.position.clone()
+    crowd[0] = crowd[0, 0]
+    state = env.state._replace(position=crowd, present=torch.rand(20, 8, generator=env.generator) < 0.8)
+    state = state._replace(prey_alive=torch.rand(20, 5, generator=env.generator) < 0.6)
+    for game in range(20):
+        one = State(*(x[game : game + 1] for x in state))
+        *rows, below = render_ansi(env, one, torch.zeros(1, 8)).splitlines()
+        board = "\n".join(rows)
+        assert below.startswith("t=0/35") and len({len(row) for row in rows}) == 1, "a crooked frame"
+        assert [board.count(str(i)) for i in range(8)] == one.present[0].int().tolist()
+        assert board.count("S") == one.prey_alive[0, :2].sum()
+        assert board.count("h") == one.prey_alive[0, 2:].sum()
+        assert board.count("#") == one.walls.sum()
+        walls += board.count("#")
+        for i in one.present[0].nonzero().flatten().tolist():
+            row, column = divmod(int(one.position[0, i]), 6)
+            assert str(i) in rows[row].strip("|").split("|")[column]
+    assert walls
+
+
+def test_gif_can_be_read_back(tmp_path):
+    rng = np.random.default_rng(8)
+    frames = [np.full((30, 40, 3), rng.integers(0, 255, 3), np.uint8) for _ in range(5)]
+    write_gif(tmp_path / "a.gif", frames)
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.n_frames == 5 and gif.size == (40, 30)
+
+
+def test_the_script_shows_another_game_for_another_seed(tmp_path):
+    def shown(*flags):
+        command = [sys.executable, "stag_hunt_env.py", *flags]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    first = shown("--seed", "3", "--height", "5", "--gif", str(tmp_path / "a.gif"))
+    boards = first.split("t=0/35")[0]
+    assert boards.count("|\n") == 5 and all(mark in boards for mark in "0123Sh")
+    assert shown("--seed", "3", "--height", "5") == first
+    assert shown("--seed", "4", "--height", "5").split("t=0/35")[0].splitlines()[1:] != boards.splitlines()[1:]
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.n_frames == first.count("t=")

@@ -1,25 +1,20 @@
 """The rule-based players walk shortest paths, choose ties uniformly and play by the probabilities they publish."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
-from stag_hunt_env import (
-    ALL_SEATS,
-    FAR,
-    PLAYER_PROBS,
-    STRANGER_PROBS,
-    STRANGERS,
-    StagHuntConfig,
-    StagHuntEnv,
-    population_names,
-    sample,
-    seats_table,
-)
+import stag_hunt_env
+from evaluation.strangers import STRANGER_PROBS, STRANGERS
+from stag_hunt_env import FAR, PLAYER_PROBS, StagHuntConfig, StagHuntEnv, sample
 
 import pytest
 import reference_game as reference
 import torch
 from helpers import chi_square_p, games_of, mixed_actions, random_kinds, seeded
 
+ROOT = Path(__file__).resolve().parent.parent
 BOARDS = [
     StagHuntConfig(height=4, width=7, num_stags=2),
     StagHuntConfig(height=6, width=7, num_players=5, num_stags=2, num_hares=2, max_wall_pieces=3),
@@ -45,17 +40,13 @@ def test_probabilities_are_those_of_breadth_first_search(config):
     absent = False
     for env, state in states_along_games(config):
         games = games_of(state)
+        legal = env.legal_actions(state)
         absent |= not bool(state.present.all())
-        for name, probs in PLAYER_PROBS.items():
-            ours = probs(env, state, ALL_SEATS)
+        for name in PLAYER_PROBS.keys() - STRANGER_PROBS.keys():
+            ours = PLAYER_PROBS[name](env, state, legal)
             seats = range(config.num_players)
-            expected = torch.tensor(
-                [[reference.player_probs(config, game, seat, name) for seat in seats] for game in games]
-            )
-            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-            for seat in seats:
-                assert torch.equal(probs(env, state, seat), ours[:, seat])
-            assert torch.equal(probs(env, state, slice(1, 2)), ours[:, 1:2])
+            expected = [[reference.player_probs(config, game, seat, name) for seat in seats] for game in games]
+            torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-6, rtol=0)
     assert absent or config.num_prey == 0
 
 
@@ -84,8 +75,9 @@ def test_sample_follows_the_probabilities():
     assert torch.equal(actions, sample(probs.expand(20_000, 3, 7), seeded(8)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Strangers
+def test_sample_draws_nothing_impossible_where_the_noise_is_zero(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda x, **_: x.zero_())
+    assert sample(torch.tensor([0, 1.0, 0])) == 1
 
 
 def stranger_probs(config, game, seat, name):
@@ -97,9 +89,7 @@ def stranger_probs(config, game, seat, name):
         alive = [game.alive[p] and p not in others for p in range(config.num_prey)]
         return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_stag")
     if name != "waiting":
-        pure = reference.player_probs(
-            config, game, seat, {"noisy_stag": "nearest_stag", "noisy_hare": "nearest_hare"}[name]
-        )
+        pure = reference.player_probs(config, game, seat, name.replace("noisy", "nearest"))
         noise = reference.player_probs(config, game, seat, "random")
         return [0.8 * p + 0.2 * q for p, q in zip(pure, noise, strict=True)]
     if not stags or not game.present[seat] or game.position[seat] in stags:
@@ -112,23 +102,33 @@ def test_strangers_play_by_the_rules_they_are_named_for(config):
     seen = {name: set() for name in STRANGER_PROBS}
     for env, state in states_along_games(config):
         games = games_of(state)
+        legal = env.legal_actions(state)
         for name, probs in STRANGER_PROBS.items():
-            ours = probs(env, state, ALL_SEATS)
+            ours = probs(env, state, legal)
             seats = range(config.num_players)
             expected = torch.tensor([[stranger_probs(config, game, seat, name) for seat in seats] for game in games])
             torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-            for seat in seats:
-                assert torch.equal(probs(env, state, seat), ours[:, seat])
-            assert torch.equal(probs(env, state, slice(1, 2)), ours[:, 1:2])
             seen[name] |= set((ours > 0).nonzero()[:, 2].tolist())
     assert seen["waiting"] == ({2, 3, 4} if config.height == 1 else {0, 1, 2, 3, 4} if config.num_stags else {4})
     hunts = {action for action, number in ((5, config.num_stags), (6, config.num_hares)) if number}
     assert all(hunts <= seen[name] for name in ("noisy_stag", "noisy_hare"))
 
 
-def test_strangers_are_seated_by_name_but_belong_to_no_population():
-    assert not {*PLAYER_PROBS} & {*STRANGERS}
+REFUSES = """
+import stag_hunt_env as game
+for name in {names}:
+    try:
+        game.Seats(game.StagHuntEnv(num_envs=1), [f"learner,random,random,{{name}}"])
+        raise SystemExit(f"seated {{name}}")
+    except ValueError as error:
+        assert name in str(error)
+"""
+
+
+def test_strangers_are_known_only_to_whoever_imports_them():
     for name in STRANGERS:
-        assert seats_table(f"learner,{name}", 2) == ["learner", name]
-        with pytest.raises(ValueError, match=f"unknown player '{name}'"):
-            population_names(f"random,{name}")
+        table = ["learner", "random", "random", name]
+        assert stag_hunt_env.seats_table(",".join(table), 4) == table
+        assert stag_hunt_env.Seats(StagHuntEnv(num_envs=2), [table]).kinds.shape == (2, 4)
+    done = subprocess.run([sys.executable, "-c", REFUSES.format(names=STRANGERS)], cwd=ROOT)
+    assert done.returncode == 0

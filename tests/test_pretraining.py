@@ -1,24 +1,28 @@
-"""Both pretraining scripts from end to end: what a run leaves behind, resuming, and what is refused."""
+"""Both pretraining scripts from end to end: what a run leaves behind, imported games, resuming, what is refused"""
 
 import csv
 import dataclasses
 import json
 import math
+import re
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 import hopplus_ppo
 import pretrain_vae as vae
 import pretrain_world_model as wm
-import stag_hunt_env as game
-from evaluation import world_model
-from stag_hunt_env import StagHuntConfig
+from evaluation.strangers import STRANGER_PROBS
+from stag_hunt_env import ACTION_NAMES, STAY, StagHuntConfig
 
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree, write_checkpoint
+from helpers import TINY_FLAGS, lines_of, record_learning_rates, same_tree
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils._pytree import tree_leaves
+from torch.utils.tensorboard import SummaryWriter
 
 SCRIPTS = {"wm": wm, "vae": vae}
 both = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
@@ -32,158 +36,181 @@ TAGS = {
     wm: {"losses/world_model", "wm/exact_match", "wm/reward_mse", "wm_final/exact_match/10", "charts/learning_rate"},
     vae: {"losses/total", "losses/moa_cvae", "moa/top1", "moa_prior/nll", "moa/bayes/nll", "moa/ceiling/top1"},
 }
-PICTURES = {wm: {"cases_worst", "calibration_histogram", "steps_ahead"}, vae: {"confusion", "by_step"}}
 
 
 def tiny(script, run_dir, **changes):
     common = {"device": "cpu", "run_dir": str(run_dir), "held_out_games": 20, "config": CONFIG}
-    return script.make_args(**{**common, **TINY[script], **changes})
+    return script.Args(**{**common, **TINY[script], **changes})
+
+
+def resume(script, path, **changes):
+    saved = script.load_checkpoint(str(path), script.FORMAT)["args"]
+    saved |= {"config": StagHuntConfig(**saved["config"]), "resume": str(path), **changes}
+    script.main(script.Args(**saved))
+
+
+def refused(script, words, monkeypatch, capsys):
+    """Starts the script with these words -> the one line that says why it does not run"""
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    entry = Path(script.__file__).read_text().split('\nif __name__ == "__main__":\n')[1]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        exec(textwrap.dedent(entry), script.__dict__ | {"__name__": "__main__"})
+    assert stop.value.code == 1
+    (line,) = re.findall(r"error: [^\r\n]*", capsys.readouterr().err)  # beside a progress bar
+    return line
 
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    for script in SCRIPTS.values():
-        monkeypatch.setattr(script, "draw_pictures", lambda *_: None)
-    monkeypatch.setattr(vae, "probe", lambda *given: torch.ones_like(given[3][..., 0], dtype=torch.bool))
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    monkeypatch.setattr(SummaryWriter, "add_figure", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A small run of each script, with pictures: {script: (folder, figures)}"""
+    """A small run of each script, two seeds, with pictures: {script: the folders}"""
     found = {}
     for script in SCRIPTS.values():
         run_dir = tmp_path_factory.mktemp("runs")
-        found[script] = run_dir, script.main(tiny(script, run_dir, num_seeds=2, held_out_games=60))
+        script.main(tiny(script, run_dir, num_seeds=2, held_out_games=60))
+        found[script] = sorted(run_dir.iterdir())
     return found
+
+
+# ---- What a run leaves behind
 
 
 @both
 def test_what_a_run_leaves_behind(script, runs):
-    run_dir, figures = runs[script]
-    folders = sorted(run_dir.iterdir())
-    assert len(folders) == 2 and figures["checkpoint"] == str(folders[0] / "checkpoint.pt")
-    for folder in folders:
-        assert folder.name.startswith(f"{script.__name__}__3x4_3h1s_3hares_")
-        saved = json.loads((folder / "args.json").read_text())
-        assert saved["num_seeds"] == 2 and saved["config"]["final_time"] == 15
-        assert (folder / saved["checkpoint"]).resolve() == Path(figures["checkpoint"]).resolve()
+    folders = runs[script]
+    assert len(folders) == 2
+    assert (folders[0] / "checkpoint.pt").exists()
+    for number, folder in enumerate(folders, start=1):
+        kind = "structured" if script is wm else "continuous"
+        assert re.fullmatch(rf"{script.__name__}__3x4_3h1s_{kind}__{number}__\d+", folder.name)
+        assert json.loads((folder / "args.json").read_text())["config"]["final_time"] == 15
         lines = lines_of(folder)
         assert [line["steps"] for line in lines] == STEPS[script]
-        assert {path.stem for path in folder.glob("*.png")} == PICTURES[script]
+        assert {path.stem for path in folder.rglob("*.png")} == {"worst_cases" if script is wm else "final"}
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        scalars = set(events.Tags()["scalars"])
-        assert scalars >= TAGS[script]
-        assert set(events.Tags()["images"]) == PICTURES[script]
+        assert set(events.Tags()["scalars"]) >= TAGS[script]
+        assert len(events.Tags()["images"]) == 1
         for tag in TAGS[script] & lines[0].keys():
             logged = [(event.step, event.value) for event in events.Scalars(tag)]
             assert logged == [(line["steps"], pytest.approx(line[tag], rel=1e-5)) for line in lines]
-    undefined = ("precision/", "recall/", "reward_")
-    numbers = {name: x for name, x in figures.items() if name != "checkpoint" and not any(u in name for u in undefined)}
-    assert all(math.isfinite(x) for x in numbers.values())
+    first, second = (lines_of(folder)[-1] for folder in folders)
+    assert all(first[tag] != second[tag] for tag in first if tag.startswith("losses/"))
 
 
-def test_tables_of_the_world_model(runs):
-    run_dir, figures = runs[wm]
-    rows = {row["metric"]: row for row in csv.DictReader((min(run_dir.iterdir()) / "evaluation.csv").open())}
-    assert set(rows) == set(figures) - {"checkpoint"} and {f"exact_match/{k}" for k in (1, 3, 5, 10)} <= set(rows)
-    for name in ("exact_match", "reward_mse", "possible_boards"):
-        seeds = [float(rows[name]["seed_1"]), float(rows[name]["seed_2"])]
-        assert float(rows[name]["mean"]) == pytest.approx(np.mean(seeds)) == pytest.approx(figures[name])
-    assert figures["possible_boards"] == 1.0 and rows["exact_match"]["seed_1"] != rows["exact_match"]["seed_2"]
+def test_each_epoch_leaves_a_table(runs):
+    for folder in runs[vae]:
+        for name, line in zip(("epoch_1", "epoch_4"), (lines_of(folder)[0], lines_of(folder)[3]), strict=True):
+            arrays = np.load(folder / "evaluation" / f"{name}.npz")
+            rows = [*csv.DictReader((folder / "evaluation" / f"{name}.csv").open())]
+            for predictor in ("moa_prior", "moa", "moa/bayes", "moa/ceiling"):
+                assert float(arrays[f"{predictor}/nll"]) == line[f"{predictor}/nll"]
+                mine = [row for row in rows if row["predictor"] == predictor]
+                assert [row["action"] for row in mine] == [*ACTION_NAMES]
+                for figure in vae.ACTION_FIGURES:
+                    values = [float(row[figure]) for row in mine]
+                    np.testing.assert_allclose(values, arrays[f"{predictor}/{figure}"])
 
 
-def test_tables_of_the_vae(runs):
-    run_dir, figures = runs[vae]
-    tables = [
-        list(csv.DictReader((folder / "evaluation" / "final.csv").open())) for folder in sorted(run_dir.iterdir())
-    ]
-    assert set(tables[0][0]) == {"metric", *vae.PREDICTORS}
-    for name in vae.PREDICTORS:
-        nll = [float(row[name]) for table in tables for row in table if row["metric"] == "nll"]
-        assert np.mean(nll) == pytest.approx(figures[f"{name}/nll"])
-    assert 0 <= figures["with history/probe_accuracy"] <= 1
+@both
+def test_training_and_held_out_games_differ(script, tmp_path):
+    """There is a hare for each player, and all go for it: also in the games to measure on"""
+    args = tiny(script, tmp_path, population="nearest_hare", held_out_games=40, config=StagHuntConfig())
+    train, held_out = script.collect(args, 500, 1, "cpu")
+    other, _ = script.collect(args, 500, 2, "cpu")
+    assert len(held_out["acted"]) == 40
+    starts = [{tuple(row) for row in part["board"][:, 0, 0].tolist()} for part in (train, held_out, other)]
+    assert not starts[0] & (starts[1] | starts[2])
+    for part in (train, held_out):
+        assert not (part["joint"][..., 0][part["acted"]] == STAY).any()
 
 
-def test_measuring_a_saved_world_model(runs, tmp_path):
-    """Held-out games, not those of the training; the same as at its end; on another board; of a run"""
-    _, figures = runs[wm]
-    words = [figures["checkpoint"], "--games", "60", "--device", "cpu"]
-    again = world_model.main(world_model.parse_args(words))
-    assert again == pytest.approx({k: v for k, v in figures.items() if k != "checkpoint"}, rel=1e-5, nan_ok=True)
-    other = world_model.main(world_model.parse_args([*words, "--height", "5", "--width", "6"]))
-    assert other["possible_boards"] == 1.0 and other["exact_match"] != figures["exact_match"]
-    names = sorted(path.name for path in Path(figures["checkpoint"]).parent.glob("world_model_*"))
-    assert names == ["world_model_3x4_3h1s_3hares.csv", "world_model_5x6_3h1s_3hares.csv"]
-
-    args = hopplus_ppo.make_args("hopplus", "cpu", **TINY_FLAGS, run_dir=str(tmp_path))
-    run = hopplus_ppo.main(args)
-    of_run = world_model.main(world_model.parse_args([run["checkpoint"], "--games", "20", "--device", "cpu"]))
-    assert of_run["possible_boards"] == 1.0 and "exact_match/5" in of_run
-    table = (Path(run["checkpoint"]).parent / "world_model_3x4_3h1s_3hares.csv").read_text()
-    assert table.splitlines()[0].endswith("model_0,model_1,model_2"), "each learner's"
-
-
-def test_a_world_model_that_cannot_be_measured_is_refused(files):
-    with pytest.raises(game.UserError, match="holds no world model"):
-        world_model.main(world_model.Args(path=files[vae]["checkpoint"]))
-    with pytest.raises(game.UserError, match="the pixel head knows one board, 3x4"):
-        world_model.main(world_model.Args(path=files[wm]["pixel"], height=6))
+@both
+def test_imported_games_are_learned_from_as_own_ones(script, tmp_path, no_pictures):
+    """A file of the games that a run plays by itself gives the same run"""
+    script.main(tiny(script, tmp_path / "own"))
+    args = tiny(script, tmp_path / "imported", data=str(tmp_path / "games.npz"))
+    samples = args.num_samples if script is vae else args.num_transitions
+    games, held_out = script.collect(dataclasses.replace(args, data=None), samples, args.seed, "cpu")
+    both = {name: torch.cat([held_out[name], games[name]]) for name in games}
+    np.savez(args.data, setting="3x4_3h1s", strange=np.zeros(3), **both)
+    script.main(args)
+    rows = [lines_of(next((tmp_path / name).iterdir())) for name in ("own", "imported")]
+    assert rows[0] == rows[1]
+    if script is vae:
+        np.savez(args.data, setting="3x4_3h1s", **{name: x for name, x in both.items() if "/" not in name})
+        script.main(dataclasses.replace(args, run_dir=str(tmp_path / "no ceilings")))
+        (folder,) = (tmp_path / "no ceilings").iterdir()
+        assert lines_of(folder) == [{k: x for k, x in row.items() if not k.startswith(vae.CEILINGS)} for row in rows[0]]
 
 
 def test_pixels_and_discrete_goals(tmp_path, no_pictures):
-    figures = vae.main(tiny(vae, tmp_path / "vae", goal_kind="discrete", augment=False))
-    assert math.isfinite(figures["with history/nll"])
-    pixel = wm.main(tiny(wm, tmp_path / "pixel", wm_head="pixel", wm_channel_weights=(2, 2, 2, 1, 1, 1)))
-    assert math.isfinite(pixel["obs_mse"])
+    vae.main(tiny(vae, tmp_path / "vae", goal_kind="discrete", augment=False))
+    wm.main(tiny(wm, tmp_path / "wm", wm_head="pixel", wm_channel_weights=(2, 2, 2, 1, 1, 1)))
+    for kind, figure in (("vae", "moa/nll"), ("wm", "wm/obs_mse")):
+        (folder,) = (tmp_path / kind).iterdir()
+        assert lines_of(folder)[-1][figure] < lines_of(folder)[0][figure]
 
 
-def test_the_world_models_learning_rate_falls_along_a_cosine(tmp_path, monkeypatch, no_pictures):
-    rates = record_learning_rates(monkeypatch)
-    wm.main(tiny(wm, tmp_path, num_transitions=200, num_updates=6, log_every=2, learning_rate=0.01))
-    (folder,) = tmp_path.iterdir()
-    expected = [0.01, 0.00933, 0.0075, 0.005, 0.0025, 0.00067]
-    assert rates == [pytest.approx(expected, rel=1e-2)]
-    assert [line["charts/learning_rate"] for line in lines_of(folder)] == pytest.approx(expected[1::2], rel=1e-2)
-
-
-def test_the_vaes_learning_rate_falls_once_along_a_cosine(tmp_path, monkeypatch, no_pictures):
+@both
+def test_the_learning_rate_falls_once_along_a_cosine(script, tmp_path, monkeypatch, no_pictures):
     """In the whole run, not in each epoch"""
     rates = record_learning_rates(monkeypatch)
-    vae.main(tiny(vae, tmp_path, num_samples=200, epochs=2, batch_size=16, learning_rate=0.01))
+    few = {"num_updates": 6, "log_every": 2} if script is wm else {"epochs": 2, "num_samples": 200, "batch_size": 16}
+    script.main(tiny(script, tmp_path, **few, learning_rate=0.01))
     (rates,) = rates
     steps = len(rates)
     assert steps >= 4
     assert rates == pytest.approx([0.005 * (1 + math.cos(math.pi * i / steps)) for i in range(steps)])
+    (folder,) = tmp_path.iterdir()
+    assert lines_of(folder)[-1]["charts/learning_rate"] == rates[-1]
+
+
+# ---- Start from pretrained
+
+
+def learner_args(tmp_path, **changes):
+    flags = {**TINY_FLAGS, "device": "cpu", "run_dir": str(tmp_path), "num_seeds": 2, "config": CONFIG, **changes}
+    return dataclasses.replace(hopplus_ppo.default_args("hopplus", "cpu"), **flags)
 
 
 def test_hopplus_starts_from_these_checkpoints(tmp_path, runs):
     """Seed s takes the checkpoint's seed s; each learner of a seed gets a copy."""
-    flags = {"num_envs": 4, "num_steps": 8, "subgoal_hidden": 8, "goal_dim": 4, "wm_hidden": 16, "pretraining_games": 4}
-    flags |= {"vae_checkpoint": runs[vae][1]["checkpoint"], "world_model_checkpoint": runs[wm][1]["checkpoint"]}
-    args = hopplus_ppo.make_args(device="cpu", num_seeds=2, config=CONFIG, pretraining_updates=2, **flags)
-    state = hopplus_ppo.make_train_state(args, [["learner"] * 3] * 2, [1, 2], torch.device("cpu"))
-    hopplus_ppo.pretrain(args, state, [1, 2], 0)
-    for path, names in (
-        (flags["vae_checkpoint"], ("prior", "inference", "moa")),
-        (flags["world_model_checkpoint"], ("world",)),
-    ):
-        saved = torch.load(path, weights_only=True)["networks"]
-        for name in names:
-            for key, ours in getattr(state.networks, name).state_dict().items():
-                assert torch.equal(ours, saved[name][key].repeat_interleave(3, 0)), (name, key)
+    paths = {"vae_checkpoint": str(runs[vae][0]), "world_model_checkpoint": str(runs[wm][0] / "checkpoint.pt")}
+    state = hopplus_ppo.TrainState(learner_args(tmp_path, **paths), 0, torch.device("cpu"))
+    hopplus_ppo.pretrain(state, 0)
+    saved = vae.load_checkpoint(paths["vae_checkpoint"], vae.FORMAT)["networks"]
+    saved |= wm.load_checkpoint(paths["world_model_checkpoint"], wm.FORMAT)["networks"]
+    for name in ("prior", "inference", "moa", "world"):
+        for key, ours in state.networks[name].state_dict().items():
+            assert torch.equal(ours, saved[name][key].repeat_interleave(3, 0)), (name, key)
+            assert not torch.equal(ours[0], ours[3]) or not ours.any()
 
 
-def test_a_vae_of_other_prey_is_refused(tmp_path, runs):
-    """One stag and 3 hares, or 2 and 2: its tables have as many rows"""
-    config = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
-    flags = {**TINY_FLAGS, "config": config, "vae_checkpoint": runs[vae][1]["checkpoint"]}
-    args = hopplus_ppo.make_args(device="cpu", run_dir=str(tmp_path), **flags)
-    with pytest.raises(game.UserError, match="does not fit: num_stags 1, here 2"):
-        hopplus_ppo.main(args)
+def test_what_does_not_fit_is_refused(tmp_path, runs, capsys, no_pictures):
+    """One stag and 3 hares, or 2 and 2: a VAE's tables have as many rows; a pixel model would be ignored"""
+    wm.main(tiny(wm, tmp_path / "pixel", wm_head="pixel"))
+    (pixel,) = (tmp_path / "pixel").iterdir()
+    other_prey = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
+    cases = [
+        ({"vae_checkpoint": str(runs[vae][0]), "config": other_prey}, "num_stags is 1, here 2"),
+        ({"vae_checkpoint": str(runs[vae][0]), "goal_dim": 5}, "goal_dim is 4, here 5"),
+        ({"world_model_checkpoint": str(pixel)}, "'pixel_world' is not used here"),
+        ({"world_model_checkpoint": str(runs[vae][0])}, "pretrain_vae 11, not of pretrain_world_model 11"),
+    ]
+    for flags, reason in cases:
+        with pytest.raises(SystemExit):
+            hopplus_ppo.main(learner_args(tmp_path / "hopplus", **flags))
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "hopplus").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume
+# ---- Resume
 
 RESUMED = [
     (wm, {"wm_head": "pixel", "num_seeds": 2}),
@@ -193,75 +220,106 @@ RESUMED = [
 ]
 
 
+def assert_same_runs(script, first, second):
+    """Folders with all seeds"""
+    folders = [sorted(path.iterdir()) for path in (first, second)]
+    for one, other in zip(*folders, strict=True):
+        assert (one / "metrics.jsonl").read_text() == (other / "metrics.jsonl").read_text()
+        tables = [{path.name: path.read_bytes() for path in run.glob("evaluation/*.csv")} for run in (one, other)]
+        assert tables[0] == tables[1]
+        assert len(tables[0]) > 0
+    saved = [script.load_checkpoint(str(of_run[0]), script.FORMAT) for of_run in folders]
+    for key in saved[0].keys() - {"args", "folder", "folders"}:
+        assert same_tree(saved[0][key], saved[1][key]), key
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(("script", "changes"), RESUMED, ids=["pixel", "wm", "vae", "discrete"])
 def test_resumed_run_is_the_same_bit_for_bit(script, changes, device, tmp_path, monkeypatch, no_pictures):
+    """Killed, moved and resumed"""
     changes = {**changes, "device": device}
-    whole = script.main(tiny(script, tmp_path / "whole", **changes))
-    save, calls = game.Run.save, []
+    script.main(tiny(script, tmp_path / "whole", **changes))
+    write, calls = script.write_checkpoint, []
 
-    def killed_at_the_third(run, content):
-        calls.append(run)
+    def killed_at_the_third(*given):
+        calls.append(given)
         if len(calls) == 3:  # its lines are already in metrics.jsonl, its checkpoint is not
             raise KeyboardInterrupt
-        save(run, content)
+        write(*given)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(game.Run, "save", killed_at_the_third)
+        patch.setattr(script, "write_checkpoint", killed_at_the_third)
         script.main(tiny(script, tmp_path / "killed", **changes))
-    (checkpoint,) = (tmp_path / "killed").glob("*/checkpoint.pt")
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
+    (checkpoint,) = (tmp_path / "moved").glob("*/checkpoint.pt")
     assert len(lines_of(checkpoint.parent)) == 3
-    resumed = script.main(script.make_args(resume=str(checkpoint), device=device))
-    assert resumed.pop("checkpoint") == str(checkpoint)
-    first, second = (torch.load(path, weights_only=True) for path in (whole.pop("checkpoint"), checkpoint))
-    assert first.keys() == second.keys()
-    for key in {"networks", "moa_prior", "optimizer", "must_match", "step"} & first.keys():
-        assert same_tree(first[key], second[key]), key
-    assert resumed == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
-    texts = [[(f / "metrics.jsonl").read_text() for f in sorted((tmp_path / d).iterdir())] for d in ("whole", "killed")]
-    assert texts[0] == texts[1] and len(texts[0]) == changes.get("num_seeds", 1)
+    resume(script, checkpoint)
+    assert_same_runs(script, tmp_path / "whole", tmp_path / "moved")
 
 
 @both
-def test_not_a_number_stops_the_run(script, tmp_path, monkeypatch, no_pictures):
-    name = "train" if script is wm else "train_epoch"
+def test_a_resumed_run_may_get_longer(script, tmp_path, monkeypatch, no_pictures):
+    length = "num_updates" if script is wm else "epochs"
+    script.main(tiny(script, tmp_path, **{length: STEPS[script][1]}))
+    (folder,) = tmp_path.iterdir()
+    assert [line["steps"] for line in lines_of(folder)] == STEPS[script][:2]
+    flag = f"--{length.replace('_', '-')}"
+    monkeypatch.setattr(sys, "argv", ["script", "--resume", str(folder), flag, str(STEPS[script][-1])])
+    script.main(script.parse_args())
+    assert [line["steps"] for line in lines_of(folder)] == STEPS[script]
+
+
+@both
+def test_not_a_number_stops_the_run(script, tmp_path, monkeypatch, capsys, no_pictures):
+    name = "train_updates" if script is wm else "train_epoch"
     train, calls = getattr(script, name), []
 
-    def poisoned(args, *rest):
-        stacked = rest[0] if script is wm else rest[1]["moa"]
+    def poisoned(args, networks, *rest):
         calls.append(name)
         if len(calls) == 2:
-            stacked.parameters()[-1].data.fill_(math.nan)
-        return train(args, *rest)
+            network = networks if script is wm else networks["moa"]
+            [*network.params.values()][-1].data.fill_(math.nan)
+        return train(args, networks, *rest)
 
     monkeypatch.setattr(script, name, poisoned)
-    with pytest.raises(FloatingPointError, match=r"losses/(world_model|moa_cvae)"):
+    with pytest.raises(SystemExit) as stop:
         script.main(tiny(script, tmp_path))
-    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
-    rows = lines_of(checkpoint.parent)
-    assert len(calls) == len(rows) == 2 and None in rows[1].values(), "the bad row is in the log"
-    saved = torch.load(checkpoint, weights_only=True)["networks"]
-    assert all(x.isfinite().all() for x in tree_leaves(saved)), "the one before is not overwritten"
+    assert stop.value.code == 1
+    assert re.search(r"error: the loss is no number in (epoch 2|update 20)", capsys.readouterr().err)
+    (folder,) = tmp_path.iterdir()
+    saved = script.load_checkpoint(str(folder), script.FORMAT)["networks"]
+    assert all(x.isfinite().all() for weights in saved.values() for x in weights.values())
+    assert len(calls) == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# ---- What is refused
 
-REFUSED = [  # scripts, flags ("{...}" stands for a file), what the error must name
-    ("both", {"resume": "{missing}"}, ["no ", "checkpoint", "missing"]),
-    ("both", {"resume": "{cut}"}, ["cut short", "bytes"]),
-    ("both", {"resume": "{other}"}, [wm.FORMAT, vae.FORMAT]),
-    ("both", {"resume": "{abacus}"}, ["abacus", "cpu"]),
-    ("both", {"resume": "{checkpoint}", "learning_rate": 0.5}, ["--learning-rate 0.5: the resumed run has 0.00"]),
-    ("both", {"population": "random,nearest_wolf"}, ["nearest_wolf"]),
-    ("both", {"learning_rate": 0.0}, ["--learning-rate", "0.0"]),
-    ("both", {"run_dir": "{text}"}, ["could not write to", "text"]),
-    ("both", {"config": StagHuntConfig(height=16, width=17)}, ["272"]),
-    ("vae", {"goal_kind": "discrete", "goal_dim": 1}, ["--goal-dim"]),
-    ("wm", {"wm_head": "pixel", "wm_channel_weights": (1.0, 2.0)}, ["6"]),
-    ("wm", {"wm_channel_weights": (1.0,) * 6}, ["pixel"]),
+REFUSED = [  # scripts, words ("{...}" stands for a file), what the line says
+    ("both", "--resume {missing}", "there is no"),
+    ("both", "--resume {cut}", "damaged or no checkpoint"),
+    ("both", "--resume {other}", "is a checkpoint of"),
+    ("both", "--resume {checkpoint} --seed 3", "--seed 3"),
+    ("both", "--population random,nearest_wolf", "nearest_wolf"),
+    ("both", "--population random,waiting", "waiting"),
+    ("both", "--learning-rate nan", "learning_rate must be 0 or more"),
+    ("both", "--batch-size 0", "batch_size must be 1 or more"),
+    ("both", "--device cuda", "no GPU here"),
+    ("both", "--run-dir {text}", "cannot write"),
+    ("both", "--height 16 --width 17", "255"),
+    ("both", "--data {missing}", "no such file"),
+    ("both", "--data {text}", "no .npz of arrays"),
+    ("both", "--data {games} --height 4 --width 3", "games of 3x4_3h1s, not of 4x3_3h1s"),
+    ("both", "--data {games} --num-players 4", "board is (30, 15, 3, 8), not (30, 15, 4, 9)"),
+    ("both", "--data {games} --final-time 9", "board is (30, 15, 3, 8), not (30, 9, 3, 8)"),
+    ("both", "--data {games} --held-out-games 30", "30 games"),
+    ("both", "--data {no_joint}", "joint is missing"),
+    ("both", "--data {beyond}", "a cell beyond the board"),
+    ("vae", "--data {illegal}", "an action that is not legal"),
+    ("vae", "--goal-kind discrete --goal-dim 1", "--goal-dim"),
+    ("wm", "--wm-head pixel --wm-channel-weights 1 2", "6 numbers"),
+    ("wm", "--wm-channel-weights 1 1 1 1 1 1", "--wm-head pixel"),
 ]
-CASES = [(name, flags, words) for which, flags, words in REFUSED for name in SCRIPTS if which in ("both", name)]
+CASES = [(name, words, reason) for which, words, reason in REFUSED for name in SCRIPTS if which in ("both", name)]
 
 
 @pytest.fixture(scope="module")
@@ -270,29 +328,38 @@ def files(runs, tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("files"), {}
     (folder / "text").write_text("hello\n")
     for script, other in ((wm, vae), (vae, wm)):
-        checkpoint = runs[script][1]["checkpoint"]
-        paths = {"missing": folder / "missing", "text": folder / "text", "checkpoint": checkpoint}
-        paths |= {name: folder / f"{script.__name__} {name}" for name in ("cut", "abacus", "pixel")}
-        paths["other"] = runs[other][1]["checkpoint"]
-        whole, content = Path(checkpoint).read_bytes(), torch.load(checkpoint, weights_only=True)
+        checkpoint = runs[script][0] / "checkpoint.pt"
+        names = ("cut", "games.npz", "no joint.npz", "beyond.npz", "illegal.npz")
+        paths = {name.partition(".")[0]: folder / f"{script.__name__} {name}" for name in names}
+        paths |= {"missing": folder / "missing", "text": folder / "text", "checkpoint": checkpoint}
+        paths["other"] = runs[other][0]
+        whole = checkpoint.read_bytes()
         paths["cut"].write_bytes(whole[: len(whole) // 2])
-        write_checkpoint(paths["abacus"], content | {"device": "abacus"})
-        write_checkpoint(paths["pixel"], content | {"args": content["args"] | {"wm_head": "pixel"}})
+        args = tiny(script, folder)
+        games = script.play_games(args, script.StagHuntEnv(CONFIG, 30))
+        illegal = torch.where(games["acted"][..., None], 5, games["joint"])
+        contents = {
+            "games": games,
+            "no joint": {name: x for name, x in games.items() if name != "joint"},
+            "beyond": games | {"board": torch.where(games["board"] == 12, 255, games["board"])},
+            "illegal": games | {"joint": illegal},
+        }
+        for name, content in contents.items():
+            np.savez(paths[name], setting="3x4_3h1s", **content)
         found[script] = {name: str(path) for name, path in paths.items()}
     return found
 
 
-@pytest.mark.parametrize(("name", "flags", "words"), CASES, ids=[f"{s} {' '.join(map(str, f))}" for s, f, _ in CASES])
-def test_refused_before_anything_is_written(name, flags, words, files, tmp_path):
-    script, run_dir = SCRIPTS[name], tmp_path / "runs"
-    flags = {k: v.format_map(files[script]) if isinstance(v, str) else v for k, v in flags.items()}
-    folder = Path(files[script]["checkpoint"]).parent
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(ValueError) as error:
-        resumed = "resume" in flags
-        script.main(
-            script.make_args(device="cpu", **flags) if resumed else tiny(script, **{"run_dir": run_dir, **flags})
-        )
-    message = str(error.value)
-    assert "\n" not in message and all(word in message for word in words), message
-    assert not run_dir.exists() and sorted(folder.rglob("*")) == before
+@pytest.mark.parametrize(("name", "words", "reason"), CASES, ids=[f"{name} {words}" for name, words, _ in CASES])
+def test_refused_before_anything_is_written(name, words, reason, files, runs, tmp_path, monkeypatch, capsys):
+    script = SCRIPTS[name]
+    for stranger in STRANGER_PROBS:  # other tests in this process have them
+        monkeypatch.delitem(script.game.PLAYER_PROBS, stranger, raising=False)
+    board = "--height 3 --width 4 --num-players 3 --num-hares 3 --final-time 15 --held-out-games 20 --device cpu"
+    board = [] if "--resume" in words else [*board.split(), "--run-dir", str(tmp_path / "runs")]
+    given = [word.replace("_", " ").format_map(files[script]) if "{" in word else word for word in words.split()]
+    before = sorted(runs[script][0].rglob("*"))
+    line = refused(script, [*board, *given], monkeypatch, capsys)
+    assert reason in line, line
+    assert not (tmp_path / "runs").exists()
+    assert sorted(runs[script][0].rglob("*")) == before

@@ -16,36 +16,45 @@ import hopplus_ppo as hop
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_CONFIG, TINY_FLAGS, lines_of, same_tree, without_times
+from helpers import lines_of, same_tree, tiny_args, without_times
+from test_runs import load, refused, resume
 
 CPU, ROOT = torch.device("cpu"), Path(hop.__file__).resolve().parent
-FLAGS = {**TINY_FLAGS, "total_timesteps": 4 * 32, "save_seconds": 0.0, "num_seeds": 2}
+FLAGS = {"total_timesteps": 4 * 32, "save_seconds": 0.0, "num_seeds": 2, "subgoal_batch_size": 5, "wm_batch_size": 17}
 
 
 class Killed(Exception):
     pass
 
 
+class Refused(Exception):
+    pass
+
+
 def gradient(part, max_norm):
     """One step on a part of a batch of 8 -> norms, weights"""
-    args = hop.make_args("ppo", "cpu", **TINY_FLAGS)
-    policy = hop.Stacked(lambda: hop.ActorCritic(TINY_CONFIG, args), [1, 2], CPU)
-    optimizer = hop.Adam(policy.parameters(), 0.1)
+    args = tiny_args("ppo")
+    policy = hop.Stacked(hop.ActorCritic, args, [1, 2], CPU)
+    optimizer = hop.Adam([policy], 0.1, max_norm=max_norm)
     torch.manual_seed(3)
-    x, target = 12 * torch.rand(2, 8, sum(policy.network.sizes))[:, part], torch.rand(2, 8)[:, part]
-    log_probs, value = policy(x, torch.ones(*x.shape[:2], 7, dtype=torch.bool))
+    board, joint = torch.randint(12, (2, 8, 8)), torch.randint(7, (2, 8, 3))
+    clock, target = torch.rand(2, 2, 8)
+    board, joint, clock, target = (x[:, part] for x in (board, joint, clock, target))
+    goals, legal = clock.new_zeros(*clock.shape, 0), torch.ones(*clock.shape, 7, dtype=torch.bool)
+    log_probs, value = policy(board, clock, joint, goals, legal)
     loss = ((value - target).square() - log_probs[..., 0]).mean(1)
-    return hop.optimizer_step(optimizer, loss, max_norm), policy.state_dict()
+    return optimizer.step(loss), policy.state_dict()
 
 
-def run(flags, kill_before=None):
-    """hop.main -> what it returned or refused, the state at the first and after the last iteration, the metrics read"""
-    found = {"start": None, "metrics": []}
-    train_iteration, read, calls = hop.train_iteration, hop.MetricSums.read, []
+def run(kill_before=None, **flags):
+    """hop.main -> what it was refused for, the state at the first and after the last iteration, the metrics read"""
+    found = {"start": None, "metrics": [], "refused": None}
+    train_iteration, read, calls = hop.train_iteration, hop.read_metrics, []
 
     def watched(state):
         calls.append(state)
         if len(calls) == 1:
+            found["batch_sizes"] = state.args.subgoal_batch_size, state.args.wm_batch_size
             found["start"] = copy.deepcopy(state.state_dict())
         if len(calls) == kill_before:
             raise Killed
@@ -53,42 +62,49 @@ def run(flags, kill_before=None):
         found["end"] = copy.deepcopy(state.state_dict())
         return samples
 
-    def watched_read(sums):
-        own = {name: total.numpy() / float(sums.count) for name, total in sums.sums.items()}
-        found["metrics"].append((own, read(sums)))
+    def watched_read(state):
+        own = {name: x.numpy().copy() for name, x in state.sums.items()}
+        found["metrics"].append((own, read(state)))
         return found["metrics"][-1][1]
+
+    def refused(wrong, message):
+        if wrong:
+            raise Refused(message)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hop, "train_iteration", watched)
-        patch.setattr(hop.MetricSums, "read", watched_read)
+        patch.setattr(hop, "read_metrics", watched_read)
+        patch.setattr(hop, "refuse", refused)
         try:
-            found["final"] = hop.main(hop.make_args("hopplus", "cpu", **flags))
-        except (Killed, ValueError) as error:
-            found["final"] = f"{type(error).__name__}: {error}"
+            resume(flags["resume"]) if "resume" in flags else hop.main(tiny_args(**FLAGS | flags))
+        except (Killed, Refused) as error:
+            found["refused"] = str(error)
     return found
 
 
 def two_processes(out):
     torch.set_num_threads(1)
-    rank, world, _ = hop.init_ranks(CPU)
+    ranks = hop.init_ranks(CPU)
+    rank, world, _ = ranks
     assert world == 2
+    hop.init_ranks = lambda device: ranks  # one meeting is enough for many runs
 
     def forbidden(*_, **__):
         raise AssertionError("only the first rank writes")
 
     if rank > 0:
-        for name in ("Run", "keep_rows"):
-            setattr(hop.game, name, forbidden)
+        for name in ("make_folders", "open_log", "log", "write_checkpoint"):
+            setattr(hop, name, forbidden)
         pathlib.Path.mkdir = pathlib.Path.write_text = forbidden
     found = {"gradients": [gradient(slice(4 * rank, 4 * rank + 4), max_norm) for max_norm in (1e9, 0.1)]}
-    found["whole"] = run({**FLAGS, "run_dir": f"{out}/whole"})
-    found["killed"] = run({**FLAGS, "run_dir": f"{out}/killed"}, kill_before=4)
+    found["whole"] = run(run_dir=f"{out}/whole")
+    found["killed"] = run(4, run_dir=f"{out}/killed")
     (checkpoint,) = Path(f"{out}/killed").glob("*/checkpoint.pt")
     if rank == 0:  # for one process to try
         shutil.copy(checkpoint, f"{out}/kept.pt")
     hop.gather_ranks(None)
-    found["resumed"] = run({"resume": str(checkpoint)})
-    found["odd"] = run({**FLAGS, "num_envs": 3, "run_dir": f"{out}/odd"})["final"]
+    found["resumed"] = run(resume=checkpoint)
+    found["odd"] = run(num_envs=3, run_dir=f"{out}/odd")
     torch.save(found, f"{out}/found.{rank}.pt")
     hop.gather_ranks(None)
     hop.dist.destroy_process_group()
@@ -123,17 +139,21 @@ def test_gradients_are_averaged_and_then_clipped(ranks):
 def test_ranks_hold_the_same_networks_and_other_games(ranks):
     first, second = (found["whole"] for found in ranks[1])
     for moment in ("start", "end"):
-        assert same_tree(first[moment]["networks"], second[moment]["networks"]), moment
-        assert same_tree(first[moment]["optimizers"], second[moment]["optimizers"]), moment
-        for part in ("games", "watched", "cpu_random"):
-            assert not same_tree(first[moment][part], second[moment][part]), part
-        for part in ("env", "replay"):
-            assert not same_tree(first[moment]["watched"][part], second[moment]["watched"][part]), part
-        assert not same_tree(first[moment]["games"]["env"], second[moment]["games"]["env"])
+        for part in ("networks", "optimizers"):
+            assert same_tree(first[moment][part], second[moment][part]), (moment, part)
+        for part in ("games", "watched"):
+            for name in ("env", "replay"):
+                same = same_tree(first[moment][part][name], second[moment][part][name])
+                assert not same or first[moment][part][name] == {}, (moment, part, name)
+        assert not same_tree(first[moment]["random"], second[moment]["random"])
     assert not same_tree(first["start"]["networks"]["moa"], first["end"]["networks"]["moa"])
-    replays = [found["end"]["games"]["replay"]["data"] for found in (first, second)]
+    replays = [found["end"]["games"]["replay"] for found in (first, second)]
     assert replays[0]["done"].shape == (2, 6, 8, 2), "of 4 games per seed each rank plays 2"
     assert not torch.equal(replays[0]["board"], replays[1]["board"])
+
+
+def test_batches_are_split_and_none_is_smaller_than_asked(ranks):
+    assert [found["whole"]["batch_sizes"] for found in ranks[1]] == [(3, 9)] * 2
 
 
 def test_metrics_are_means_over_the_ranks(ranks):
@@ -142,43 +162,44 @@ def test_metrics_are_means_over_the_ranks(ranks):
     for (own, mean), (other, other_mean) in zip(first, second, strict=True):
         assert own.keys() == other.keys() == mean.keys()
         for name, x in mean.items():
-            np.testing.assert_allclose(x, (own[name] + other[name]) / 2, rtol=1e-5, err_msg=name)
-            assert x.tolist() == other_mean[name].tolist()
-    assert first[0][0]["real/value_mean"].tolist() != second[0][0]["real/value_mean"].tolist()
+            total, count = own[name] + other[name]
+            expected = total if name.startswith("games/") else total / np.where(count > 0, count, np.nan)
+            np.testing.assert_allclose(x, expected, rtol=1e-5, err_msg=name)
+            np.testing.assert_array_equal(x, other_mean[name])
+    name = "real/value_mean"
+    assert first[0][0][name].tolist() != second[0][0][name].tolist()
 
 
 def test_one_set_of_files(ranks):
-    out, (first, second) = ranks
+    out, found = ranks
     folders = sorted((out / "whole").iterdir())
-    assert len(folders) == 2 and first["whole"]["final"] == pytest.approx(second["whole"]["final"], nan_ok=True)
+    assert len(folders) == 2
     assert [line["steps"] for line in lines_of(folders[1])] == [32, 64, 96, 128]
-    saved = torch.load(first["whole"]["final"]["checkpoint"], weights_only=True)
+    saved = load(folders[0])
     assert len(saved["states"]) == 2 and saved["args"]["num_envs"] == 4
-    for state, found in zip(saved["states"], (first, second), strict=True):
-        assert same_tree(state["games"], found["whole"]["end"]["games"])
-        assert same_tree(state["watched"], found["whole"]["end"]["watched"])
+    for state, each in zip(saved["states"], found, strict=True):
+        for part in ("games", "watched"):
+            assert same_tree(state[part], each["whole"]["end"][part])
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(ranks):
     out, found = ranks
-    for rank in range(2):
-        assert found[rank]["killed"]["final"] == "Killed: "
-        whole, resumed = found[rank]["whole"], found[rank]["resumed"]
-        for part, value in whole["end"].items():
-            assert same_tree(value, resumed["end"][part]), part
-        for part, value in found[rank]["killed"]["end"].items():
-            assert part in ("eps", "metrics") or same_tree(value, resumed["start"][part]), part
+    for each in found:
+        assert "end" in each["killed"] and len(each["killed"]["metrics"]) == 3
+        for part, value in each["whole"]["end"].items():
+            assert same_tree(value, each["resumed"]["end"][part]), part
+        for part, value in each["killed"]["end"].items():
+            assert part == "sums" or same_tree(value, each["resumed"]["start"][part]), part
     lines = [without_times(lines_of(sorted((out / name).iterdir())[1])) for name in ("whole", "killed")]
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
 
-def test_what_cannot_be_split_is_refused(ranks):
+def test_what_cannot_be_split_is_refused(ranks, capsys):
     out, found = ranks
     for each in found:
-        assert each["odd"] == "UserError: --num-envs 3 must be a multiple of the 2 ranks"
+        assert each["odd"]["refused"] == "--num-envs must be a multiple of 2 ranks"
     assert not (out / "odd").exists()
-    with pytest.raises(ValueError, match=r"goes on on 2 rank\(s\) on cpu only"):
-        hop.main(hop.make_args("hopplus", "cpu", resume=str(out / "kept.pt")))
+    assert refused(capsys, resume, out / "kept.pt") == "error: --resume: the run has 2 ranks, not 1"
 
 
 if __name__ == "__main__":

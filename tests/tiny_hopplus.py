@@ -1,79 +1,78 @@
 """Tiny experiments of hopplus_ppo.py, and what they saw and did"""
 
+import copy
 import dataclasses
 
+import hopplus_mcts
 import hopplus_ppo as hop
-from stag_hunt_env import copy_state, seats_table
+from stag_hunt_env import NUM_ACTIONS, State
 
 import torch
-from helpers import TINY_FLAGS
+from helpers import tiny_args as make_args
 
 CPU = torch.device("cpu")
 
 
-def make_args(method="hopplus", **changes):
-    return hop.make_args(method, "cpu", **{**TINY_FLAGS, **changes})
-
-
-def seeds_and_tables(args):
-    seeds = list(range(args.seed, args.seed + args.num_seeds))
-    table = seats_table(args.seats, args.config.num_players)
-    return seeds, [table] * len(seeds)
-
-
 def make_state(method="hopplus", **changes):
-    args = make_args(method, **changes)
-    seeds, tables = seeds_and_tables(args)
-    return hop.make_train_state(args, tables, seeds, CPU)
-
-
-def add_moa_prior(state):
-    """The network that exists in pretraining only"""
-    seeds = list(range(len(state.networks.policy)))
-    networks = hop.make_networks(state.args, seeds, CPU, pretraining=True)
-    state.networks = state.networks._replace(moa_prior=networks.moa_prior)
+    return hop.TrainState(make_args(method, **changes), 0, CPU)
 
 
 def make_watched(method="hopplus", **changes):
-    """A state whose own games are those of the pretraining: rule-based players play, one learner per seed looks on"""
-    state = make_state(method, share_parameters=True, **changes)
-    seeds, tables = seeds_and_tables(state.args)
-    hop.seed_everything(seeds, 0, stream=2)
-    games = hop.Games(state.args, tables, CPU, watch=True)
-    networks = hop.make_networks(state.args, [100 * seed for seed in seeds], CPU, pretraining=True)
-    return dataclasses.replace(state, games=games, networks=networks)
+    """As in preparation: rule-based players play, one learner per seed looks on"""
+    args = make_args(method, share_parameters=True, **changes)
+    return hop.TrainState(args, 0, CPU, pretraining=True)
 
 
-def play(state, num_steps):
-    return hop.rollout(state.args, state.games, state.networks, num_steps)
+def play(state, num_steps, games=None):
+    """-> steps [M, T, E, ...], sums over the games that ended"""
+    shorter = copy.copy(state)
+    shorter.args = dataclasses.replace(state.args, num_steps=num_steps)
+    return hop.rollout(shorter, games or state.games)
 
 
 def train(state):
-    """One iteration that trains everything"""
-    return hop.train_iteration(state)
+    """One iteration that trains everything -> its samples, its metrics [M] or [S, N]"""
+    if state.watched is not None and not state.watched.replay:
+        state.watched.push(hop.rollout(state, state.watched)[0])
+    for x in state.sums.values():
+        x.zero_()
+    samples = hop.train_iteration(state)
+    metrics = {name: torch.as_tensor(x) for name, x in hop.read_metrics(state).items()}
+    return samples, metrics
 
 
-def one_step(transitions, t):
+def one_step(steps, t):
     """[M, T, E, ...] -> [M, E, ...]"""
-    return hop.Transitions(*(x[:, t] for x in transitions))
+    return {name: x[:, t] for name, x in steps.items()}
 
 
 def views(state, steps):
-    """steps [M, n, ...] as everybody sees them"""
-    return hop.entity_views(state.games.env, steps.board, steps.walls)
+    """What the co-players see and may do in steps [M, n, ...]: [M, n, K, X], [M, n, K, 7]"""
+    _, seen, legal = hop.views(state.env, steps["board"])
+    shape = *steps["board"].shape[:2], -1
+    return seen.view(*shape, seen.shape[2]), legal.view(*shape, NUM_ACTIONS)
 
 
 @torch.no_grad()
-def infer(state, steps, history):
-    env = state.games.env
-    clock = steps.time / env.config.final_time
-    given = (state.args, env, state.networks, views(state, steps), clock, history)
-    return hop.infer_opponents(*given)
+def infer(state, steps, history=None):
+    """What learners make of steps [M, n, ...], with another history if one is given"""
+    situation = {name: steps[name] for name in hop.SITUATION}
+    if history is not None:
+        situation["history"] = history
+    return hop.perceive(state, situation)
+
+
+def as_windows(steps):
+    """What a rollout left, as Games.sample draws it"""
+    done = steps["done"]
+    number = done.cumsum(1) - done.long()
+    return {name: steps[name] for name in hop.REPLAYED} | {"game_number": number}
 
 
 def encode(state, windows):
     """Histories [M, T, G, K, 2 * hidden] before each step of windows [M, T, G, ...], from that of the first step on"""
-    return hop.encode_history(state.args, state.games.env, state.networks, windows).history
+    _, seen, _ = hop.views(state.env, windows["board"].flatten(1, 2))
+    return hop.encode_history(state, windows, seen)[1]
 
 
 def on_board(config, cells):
@@ -83,24 +82,25 @@ def on_board(config, cells):
 
 def co_players_there(windows, config):
     """bool [..., K]: which co-players are on the board"""
-    return on_board(config, windows.board[..., 1 : config.num_players])
+    return on_board(config, windows["board"][..., 1 : config.num_players])
 
 
-def read_inputs(config, inputs, goal_size=TINY_FLAGS["goal_dim"]):
-    """What a policy read, taken apart again: board, walls, clock, last joint action, subgoals"""
-    players = config.num_players
-    walls_size = config.num_cells if config.max_wall_pieces else 1
-    sizes = [players + config.num_stags + config.num_hares, walls_size, 1, 7 * players, (players - 1) * goal_size]
-    board, walls, clock, acts, goals = inputs.split(sizes, -1)
-    acts = acts.unflatten(-1, (players, 7))
-    assert (board == board.round()).all() and (acts.sum(-1) == 1).all()
-    return {
-        "board": board.to(torch.uint8),
-        "walls": walls.to(torch.uint8),
-        "clock": clock[..., 0],
-        "last_joint": acts.argmax(-1),
-        "goals": goals,
-    }
+class TrueWorld:
+    """The rules in the place of the world model. `change` makes something else of (board, payoff) in call number
+    `len(said)`."""
+
+    def __init__(self, state, change=lambda board, payoff, call: (board, payoff)):
+        self.games, self.change, self.said = state.games, change, []
+        self.network = state.networks["world"].network
+
+    def __call__(self, board, joint, next_board=None, payoff=None, method="predict"):
+        new, paid = hopplus_mcts.env_transition(self.games, board.byte(), joint.long())
+        new = new.byte()
+        if method == "loss":
+            return ((new != next_board).any(2) | ((paid - payoff).abs() > 1e-6)).float()
+        new, paid = self.change(new, paid, len(self.said))
+        self.said.append(new)
+        return new, paid
 
 
 class Watched:
@@ -121,23 +121,24 @@ class Watched:
 
 def watch_networks(state, *names):
     """-> the networks of these names, each Watched from now on"""
-    watched = {name: Watched(getattr(state.networks, name)) for name in names}
-    state.networks = state.networks._replace(**watched)
-    return tuple(watched.values())
+    for name in names:
+        state.networks[name] = Watched(state.networks[name])
+    return tuple(state.networks[name] for name in names)
 
 
 def enlarge_moa(state, factor=100.0):
     """Untrained, it says the same whatever it reads: its head begins with tiny weights."""
-    state.networks.moa.params["head.4.weight"].data.mul_(factor)
+    state.networks["moa"].params["head.4.weight"].data.mul_(factor)
 
 
-def recorded(state, function):
+def recorded(state, function, games=None):
     """What function() returns, and what the game saw: [(state before, actions, reward, done, players)], by seat"""
-    env, seats = state.games.env, state.games.seats
+    games = games or state.games
+    env, seats = games.env, games.seats
     log, advance = [], env.advance
 
     def watched(actions):
-        before, kinds = copy_state(env.state), seats.kinds.clone()
+        before, kinds = State(*(x.clone() for x in env.state)), seats.kinds.clone()
         reward, present_before, done = advance(actions)
         log.append((before, actions.clone(), reward.clone(), done.clone(), kinds))
         return reward, present_before, done
