@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers import PRETRAINING_CASES, TINY_CONFIG, mixed_actions, random_kinds, same_tree, seeded
 from tiny_hopplus import (
-    CPU,
     as_windows,
     co_players_there,
     encode,
