@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 FORMAT = "pretrain_vae 11"  # of a checkpoint
 FIGURES = ("top1", "top3", "nll", "macro_f1", "recall_without_stay")
-ACTION_FIGURES = ("count", "share", "precision", "recall", "f1")  # of each action
+ACTION_FIGURES = ("count", "precision", "recall", "f1")  # of each action
 CEILINGS = ("moa/bayes", "moa/ceiling")  # who infers j's kind by Bayes' rule, who knows it
 MUST_MATCH = ("goal_kind", "goal_dim", "subgoal_hidden")  # where the networks are loaded
 MUST_MATCH += ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
@@ -391,8 +392,7 @@ def collect(args: Args, samples: int, seed: int, device) -> tuple[Tensors, Tenso
 
 
 def load_data(args: Args, device) -> Tensors:
-    """Recorded games: an .npz with the arrays of `play_games`, ceilings or not, and `setting`, the
-    name of the game, such as 4x4_4h1s"""
+    """Recorded games: an .npz with the arrays of `play_games`, and `setting`, such as 4x4_4h1s"""
     config = args.config
     path = f"--data {args.data}"
     try:
@@ -607,7 +607,6 @@ def classify(probs: np.ndarray, action: np.ndarray) -> dict[str, float | np.ndar
         "macro_f1": f1[count > 0].mean(),
         "recall_without_stay": np.nanmean(np.delete(recall, STAY)),
         "count": np.bincount(action, minlength=NUM_ACTIONS),
-        "share": count / count.sum(),
         "precision": precision,
         "recall": recall,
         "f1": f1,
@@ -630,21 +629,17 @@ def write_table(folder: Path, name: str, table: dict[str, dict]) -> None:
 
 
 def draw(table: dict[str, dict]) -> Figure:
-    """Confusion matrices, whose rows sum to 1; how often actions are taken, and then predicted"""
-    figure = Figure((22, 10), layout="tight")
-    axes = figure.subplot_mosaic([[*table], ["share"] * (len(table) - 1) + ["recall"]])
-    axes["share"].bar(ACTION_NAMES, table["moa"]["share"])
-    axes["share"].set_title("share of all actions")
-    for name, figures in table.items():
+    """Confusion matrices, whose rows sum to 1: the diagonal is the recall"""
+    figure = Figure((22, 6), layout="tight")
+    axes = figure.subplots(1, len(table))
+    for axis, (name, figures) in zip(axes, table.items(), strict=True):
         matrix = figures["confusion"] / np.maximum(figures["count"], 1)[:, None]
-        axes[name].imshow(matrix, cmap="Blues", alpha=0.6, vmin=0, vmax=1)
+        axis.imshow(matrix, cmap="Blues", alpha=0.6, vmin=0, vmax=1)
         for (true, predicted), value in np.ndenumerate(matrix):
-            axes[name].text(predicted, true, f"{value:.2f}", ha="center", va="center")
-        axes[name].set_xticks(range(NUM_ACTIONS), ACTION_NAMES, rotation=40)
-        axes[name].set_yticks(range(NUM_ACTIONS), ACTION_NAMES)
-        axes[name].set(title=name, xlabel="predicted", ylabel="true")
-        axes["recall"].plot(ACTION_NAMES, figures["recall"], "o", label=name)
-    axes["recall"].legend(title="recall")
+            axis.text(predicted, true, f"{value:.2f}", ha="center", va="center")
+        axis.set_xticks(range(NUM_ACTIONS), ACTION_NAMES, rotation=40)
+        axis.set_yticks(range(NUM_ACTIONS), ACTION_NAMES)
+        axis.set(title=name, xlabel="predicted", ylabel="true")
     return figure
 
 
@@ -664,11 +659,10 @@ def optimizer_step(optimizer: torch.optim.Adam, loss: Tensor) -> None:
 def train_epoch(args: Args, networks: dict, optimizer, data: Tensors, epoch: int) -> Tensors:
     """One pass over the trajectories -> the mean of each loss over all samples [S]"""
     torch.manual_seed(1_000_003 * args.seed + epoch)  # a resumed run draws the same numbers
-    device = data["acted"].device
-    seed = torch.arange(args.num_seeds, device=device)[:, None]
-    order = torch.rand(data["acted"].shape[:2], device=device).argsort(1)
+    seed = torch.arange(args.num_seeds, device=args.device)[:, None]
+    order = torch.rand(data["acted"].shape[:2], device=args.device).argsort(1)
     batches = order.split(args.batch_size, 1)
-    tables = symmetries(args.config, device)
+    tables = symmetries(args.config, args.device)
     sums = {}
     samples = 0.0
     for number, index in enumerate(batches):
@@ -676,7 +670,7 @@ def train_epoch(args: Args, networks: dict, optimizer, data: Tensors, epoch: int
         falling = 0.5 * (1 + math.cos(math.pi * progress))
         optimizer.param_groups[0]["lr"] = args.learning_rate * falling
         games = {name: x[seed, index] for name, x in data.items()}
-        which = torch.randint(len(tables[0]), index.shape, device=device)
+        which = torch.randint(len(tables[0]), index.shape, device=args.device)
         if args.augment:
             games = turn(args.config, games, tables, which)
         batch = make_batch(args.config, games)
@@ -756,7 +750,6 @@ def log(folder: Path, writer: SummaryWriter, step: int, row: dict[str, float]) -
 
 # ---- Main
 def main(args: Args) -> None:
-    start = time.monotonic()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order
     torch.use_deterministic_algorithms(args.device == "cuda", warn_only=True)
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -776,7 +769,10 @@ def main(args: Args) -> None:
     if args.resume is not None:
         checkpoint = load_checkpoint(args.resume, FORMAT)
         for name, network in networks.items():
-            network.network.load_state_dict(checkpoint["networks"][name])
+            try:
+                network.network.load_state_dict(checkpoint["networks"][name])
+            except RuntimeError as error:  # of an edited copy
+                refuse(True, f"the checkpoint does not fit: {' '.join(str(error).split())}")
         optimizer.load_state_dict(checkpoint["optimizer"])
         epoch = checkpoint["epoch"]
         folder = checkpoint["folder"]
@@ -785,8 +781,11 @@ def main(args: Args) -> None:
         folders = make_folders(args, args.goal_kind)
     writers = [open_log(args, folder, epoch) for folder in folders]
     print(f"{folders[0]}: {env_steps[0]} env steps to learn from")
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # the epoch is finished and saved
+        signal.signal(number, lambda number, _: stop.append(number))
     bar = tqdm(initial=epoch, total=args.epochs, unit="epoch")
-    while epoch < args.epochs:
+    while epoch < args.epochs and not stop:
         losses = train_epoch(args, networks, optimizer, data, epoch)
         epoch += 1
         refuse(not losses["total"].isfinite().all(), f"the loss is no number in epoch {epoch}")
@@ -799,8 +798,7 @@ def main(args: Args) -> None:
             row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             log(folder, writer, epoch, row)
             write_table(folder / "evaluation", f"epoch_{epoch}", tables[seed])
-        top1 = np.mean([table["moa"]["top1"] for table in tables])
-        bar.set_postfix_str(f"loss {losses['total'].mean():.4g}, top-1 {top1:.4f}")
+        bar.set_postfix_str(f"loss {losses['total'].mean():.4g}")
         bar.update()
         flags = vars(args) | vars(args.config)
         checkpoint = {
@@ -813,6 +811,9 @@ def main(args: Args) -> None:
         }
         write_checkpoint(folders[0] / "checkpoint.pt", checkpoint)
     bar.close()
+    if stop:
+        print(f"python {sys.argv[0]} --resume {folders[0]}")
+        sys.exit(128 + stop[0])
 
     tables = measure(args, networks, held_out)
     for folder, writer, table in zip(folders, writers, tables, strict=True):
@@ -823,7 +824,6 @@ def main(args: Args) -> None:
     for name in tables[0]:
         means = {figure: np.mean([table[name][figure] for table in tables]) for figure in FIGURES}
         print(name.ljust(12), *(f"{figure} {mean:.4f}" for figure, mean in means.items()))
-    print(f"{time.monotonic() - start:.1f} s; tables and pictures in {folders[0] / 'evaluation'}")
     print(f"python hopplus_ppo.py --vae-checkpoint {folders[0]}")
 
 

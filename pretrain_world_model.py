@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -601,7 +602,6 @@ def log(folder: Path, writer: SummaryWriter, step: int, row: dict[str, float]) -
 
 # ---- Main
 def main(args: Args) -> None:
-    start = time.monotonic()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in the same order
     seeds = range(args.seed, args.seed + args.num_seeds)
     games = [collect(args, args.num_transitions, seed, args.device) for seed in seeds]
@@ -616,7 +616,10 @@ def main(args: Args) -> None:
     update = 0
     if args.resume is not None:
         checkpoint = load_checkpoint(args.resume, FORMAT)
-        world.network.load_state_dict(checkpoint["networks"][NETWORK[args.wm_head]])
+        try:
+            world.network.load_state_dict(checkpoint["networks"][NETWORK[args.wm_head]])
+        except RuntimeError as error:  # of an edited copy
+            refuse(True, f"the checkpoint does not fit: {' '.join(str(error).split())}")
         optimizer.load_state_dict(checkpoint["optimizer"])
         update = checkpoint["update"]
         folder = checkpoint["folder"]
@@ -625,8 +628,11 @@ def main(args: Args) -> None:
         folders = make_folders(args, args.wm_head)
     writers = [open_log(args, folder, update) for folder in folders]
     print(f"{folders[0]}: {env_steps[0]} env steps to learn from")
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # the block of updates is finished and saved
+        signal.signal(number, lambda number, _: stop.append(number))
     bar = tqdm(initial=update, total=args.num_updates, unit="update")
-    while update < args.num_updates:
+    while update < args.num_updates and not stop:
         last = min(update + args.log_every, args.num_updates)
         loss = train_updates(args, world, optimizer, data, update, last)
         update = last
@@ -652,6 +658,9 @@ def main(args: Args) -> None:
         }
         write_checkpoint(folders[0] / "checkpoint.pt", checkpoint)
     bar.close()
+    if stop:
+        print(f"python {sys.argv[0]} --resume {folders[0]}")
+        sys.exit(128 + stop[0])
 
     predicted = predict(args, world, held_out)
     final = measure(args, held_out, predicted) | steps_ahead(args, world, held_out_games)
@@ -670,7 +679,6 @@ def main(args: Args) -> None:
             writer.add_scalar(f"wm_final/{name}", value, update)
     for name, x in final.items():
         print(f"{name:20} {x.mean():.6g}")
-    print(f"{time.monotonic() - start:.1f} s; tables and pictures in {folders[0] / 'evaluation'}")
     print(f"python hopplus_ppo.py --world-model-checkpoint {folders[0]}")
 
 

@@ -109,6 +109,8 @@ def load_run(run: str, script: str | None, device: str) -> Run:
     path = find_checkpoint(run)
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
+        other = "states" not in checkpoint
+        refuse(other, f"{path} is a checkpoint of {checkpoint['format']}, not of a training script")
         flags = checkpoint["args"] | {"device": device}
         made_by = Path(checkpoint["script"]).name
         state = checkpoint["states"][0]

@@ -16,7 +16,7 @@ from stag_hunt_env import StagHuntConfig
 import numpy as np
 import pytest
 import torch
-from helpers import untrained
+from helpers import untrained, write_checkpoint
 
 ROOT = Path(game.__file__).resolve().parent
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
@@ -133,6 +133,9 @@ def test_what_is_no_checkpoint_is_named(folder, tmp_path):
     torch.save({"args": {}, "object": Path("x")}, tmp_path / "object.pt")
     for name in ("cut.pt", "object.pt"):
         assert f"{name} is damaged, or no checkpoint" in refusal(load, tmp_path / name)
+    write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
+    text = refusal(load, tmp_path / "model.pt")
+    assert text.endswith("model.pt is a checkpoint of pretrain_world_model 11, not of a training script")
     wide = load(untrained(tmp_path / "wide", policy_hidden=16, **SMALL))
     wide.args.policy_hidden = 8
     text = refusal(runs.seat_learners, wide, [["learner"] * 3], [0, 1, 2])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -255,6 +256,48 @@ def test_resumed_run_is_the_same_bit_for_bit(script, changes, device, tmp_path, 
     assert len(lines_of(checkpoint.parent)) == 3
     resume(script, checkpoint)
     assert_same_runs(script, tmp_path / "whole", tmp_path / "moved")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@both
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(script, number, code, tmp_path, monkeypatch, capsys):
+    """Stopped within the second epoch, or block of updates: it is finished, saved, and says how to go on"""
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    script.main(tiny(script, tmp_path / "whole"))
+    name = "train_updates" if script is wm else "train_epoch"
+    train, calls = getattr(script, name), []
+
+    def interrupted(*given):
+        calls.append(name)
+        if len(calls) == 2:
+            signal.raise_signal(number)
+        return train(*given)
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(script, name, interrupted)
+        patch.setattr(sys, "argv", ["script.py"])
+        script.main(tiny(script, tmp_path / "stopped"))
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+    assert stop.value.code == code
+    (folder,) = (tmp_path / "stopped").iterdir()
+    assert capsys.readouterr().out.endswith(f"\npython script.py --resume {folder}\n")
+    assert [line["steps"] for line in lines_of(folder)] == STEPS[script][:2]
+    resume(script, folder)
+    assert_same_runs(script, tmp_path / "whole", tmp_path / "stopped")
+
+
+@both
+def test_weights_of_other_shapes_are_refused(script, runs, capsys):
+    """As in an edited copy"""
+    wider, tensor = ({"wm_hidden": 17}, "trunk.2.weight") if script is wm else ({"subgoal_hidden": 9}, "head.weight")
+    before = sorted(runs[script][0].rglob("*"))
+    with pytest.raises(SystemExit):
+        resume(script, runs[script][0], **wider)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the checkpoint does not fit: ") and f"size mismatch for {tensor}" in line
+    assert sorted(runs[script][0].rglob("*")) == before
 
 
 @both

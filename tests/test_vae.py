@@ -381,7 +381,6 @@ def test_classifier_metrics_by_hand():
     nan = math.nan
     expected = {
         "count": [1, 2, 0, 1, 1, 0, 0],
-        "share": [0.2, 0.4, 0, 0.2, 0.2, 0, 0],
         "precision": [1 / 3, 0.5, nan, 0.5, nan, nan, nan],
         "recall": [1, 0.25, nan, 0.5, 0, nan, nan],
         "f1": [0.5, 1 / 3, 0, 0.5, 0, 0, 0],
