@@ -194,8 +194,8 @@ class SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(context, table, index):
-        context.save_for_backward(table, index)
         index = index + table.shape[1] * torch.arange(len(table))[:, None, None]  # in flat tables
+        context.save_for_backward(table, index)
         sums = F.embedding_bag(index.flatten(0, 1), table.flatten(0, 1), mode="sum")
         return sums.unflatten(0, index.shape[:2])
 
@@ -203,9 +203,8 @@ class SumRows(torch.autograd.Function):
     def backward(context, grad):
         table, index = context.saved_tensors
         table_grad = torch.zeros_like(table)
-        for learner, rows in enumerate(index):
-            for row in rows.unbind(1):
-                table_grad[learner].index_add_(0, row, grad[learner])
+        for row in index.flatten(0, 1).unbind(1):
+            table_grad.flatten(0, 1).index_add_(0, row, grad.flatten(0, 1))
         return table_grad, None
 
 
