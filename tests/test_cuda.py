@@ -2,6 +2,7 @@
 
 import contextlib
 
+import hopplus_mcts
 import hopplus_ppo as hop
 from evaluation import adapt
 from evaluation.posterior import Posterior
@@ -10,16 +11,8 @@ from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, StagHuntEnv, State, plan
 
 import pytest
 import torch
-from helpers import (
-    lines_of,
-    mixed_actions,
-    random_kinds,
-    same_tree,
-    seeded,
-    tiny_args,
-    train_tiny,
-    without_times,
-)
+from helpers import lines_of, mixed_actions, random_kinds, same_tree, seeded, tiny_args, train_tiny, without_times
+from test_runs import resume
 
 pytestmark = pytest.mark.cuda
 
@@ -27,9 +20,10 @@ pytestmark = pytest.mark.cuda
 @pytest.fixture(autouse=True)
 def nothing_stays_fused():
     """--compile replaces functions of the script"""
-    before = dict(vars(hop))
+    before = [dict(vars(script)) for script in (hop, hopplus_mcts)]
     yield
-    vars(hop).update(before)
+    for script, functions in zip((hop, hopplus_mcts), before, strict=True):
+        vars(script).update(functions)
 
 
 CONFIGS = [
@@ -65,10 +59,6 @@ def captured(function, generator):
     return graph, result
 
 
-def action_lists(config):
-    return torch.randint(7, (STEPS, GAMES, config.num_players), generator=seeded(1)).cuda()
-
-
 def snapshot(env, results):
     ends = env.final_return, env.final_prey, env.episode_return, env.observe(env.final_state)
     return [x.clone() for x in (*results, *env.state, *env.final_state, *ends)]
@@ -82,29 +72,21 @@ def assert_equal(ours, expected):
             assert torch.equal(x, y)
 
 
-def eager_history(config):
-    env = StagHuntEnv(config, GAMES, "cuda", seed=3)
-    return [snapshot(env, env.step(actions)) for actions in action_lists(config)]
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_replays_of_a_captured_step_equal_eager_steps(config):
+    """And compiled ones"""
     env = StagHuntEnv(config, GAMES, "cuda", seed=9)
-    actions = action_lists(config)
+    actions = torch.randint(7, (STEPS, GAMES, config.num_players), generator=seeded(1)).cuda()
     buffer = actions[0].clone()
     graph, results = captured(lambda: env.step(buffer), env.generator)
     env.reset(seed=3)
-    for acts, expected in zip(actions, eager_history(config), strict=True):
+    eager, compiled = (StagHuntEnv(config, GAMES, "cuda", seed=3, compile=use) for use in (False, True))
+    for acts in actions:
         buffer.copy_(acts)
         graph.replay()
+        expected = snapshot(eager, eager.step(acts))
         assert_equal(snapshot(env, results), expected)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_compiled_steps_equal_eager_steps(config):
-    env = StagHuntEnv(config, GAMES, "cuda", seed=3, compile=True)
-    for acts, expected in zip(action_lists(config), eager_history(config), strict=True):
-        assert_equal(snapshot(env, env.step(acts)), expected)
+        assert_equal(snapshot(compiled, compiled.step(acts)), expected)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -164,45 +146,54 @@ def test_seats_can_be_captured(config):
     torch.testing.assert_close(posterior.probs().sum(2), torch.ones(GAMES, 4, device="cuda"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# hopplus_ppo.py
+# ---- Whole runs
+
+SEARCH = {"num_simulations": 6, "num_trees": 2}
 
 
 def run(run_dir, method, **changes):
     """-> the state that was saved, what was logged"""
     flags = {"device": "cuda", "total_timesteps": 6 * 32, **changes}
-    (folder,) = train_tiny(run_dir, method, **flags)
-    return saved_state(folder), without_times(lines_of(folder))
+    script = hop
+    if method not in hop.METHODS:
+        script = hopplus_mcts
+        flags = SEARCH | flags
+    (folder,) = train_tiny(run_dir, method, script, **flags)
+    return script.load_checkpoint(folder, script.FORMAT)["states"][0], without_times(lines_of(folder))
 
 
-def saved_state(folder):
-    return hop.load_checkpoint(folder, hop.FORMAT)["states"][0]
+CAPTURED = [("ppo", {}), ("hopplus", {}), ("hopplus", {"precision": "bf16"})]
+CAPTURED += [("hopplus-mcts", {"precision": "fp32"})]
+CAPTURED += [("hop", {"precision": "fp32", "goal_dim": 2, "root": "gumbel"})]
 
 
-def assert_same_state(ours, expected):
-    for part, value in expected.items():
-        assert same_tree(ours[part], value), part
-
-
-@pytest.mark.parametrize(("method", "precision"), [("ppo", "tf32"), ("hopplus", "tf32"), ("hopplus", "bf16")])
-def test_captured_iterations_equal_eager_ones(method, precision, tmp_path):
+@pytest.mark.parametrize(("method", "changes"), CAPTURED)
+def test_captured_iterations_equal_eager_ones(method, changes, tmp_path):
     """To the last bit, what is logged since the last of several rows too"""
-    flags = {"precision": precision, "log_every": 2}
+    flags = {"log_every": 2, **changes}
     eager, captured = (run(tmp_path / str(use), method, cudagraphs=use, **flags) for use in (False, True))
-    assert_same_state(captured[0], eager[0])
+    assert same_tree(captured[0], eager[0])
     assert captured[1] == eager[1] and len(eager[1]) == 3
 
 
-@pytest.mark.parametrize("method", ["ppo", "hopplus"])
-@pytest.mark.parametrize(("changes", "rel"), [({"compile": True}, 1e-3), ({"precision": "bf16"}, 0.1)])
-def test_compiled_and_bf16_iterations_are_close(method, changes, rel, tmp_path):
+FUSED = {"compile": True}
+BF16 = {"precision": "bf16"}
+RULES = {"root": "gumbel", "search_model": "env", "imagination": True}
+CLOSE = [(method, {}, changes) for method in ("ppo", "hopplus") for changes in (FUSED, BF16)]
+CLOSE += [("hopplus-mcts", flags, FUSED) for flags in ({"infer_in_tree": True}, RULES)]
+
+
+@pytest.mark.parametrize(("method", "flags", "changes"), CLOSE)
+def test_compiled_and_bf16_iterations_are_close(method, flags, changes, tmp_path):
     """After one iteration of 4 minibatches; compiled, the games are the same"""
     rows = []
-    for number, flags in enumerate(({}, changes)):
-        rows.append(run(tmp_path / str(number), method, **{"precision": "fp32", "total_timesteps": 32, **flags})[1][0])
+    for number, more in enumerate(({}, changes)):
+        given = {"precision": "fp32", "total_timesteps": 32, **flags, **more}
+        rows.append(run(tmp_path / str(number), method, **given)[1][0])
     plain, fast = rows
+    rel = 1e-3 if "compile" in changes else 0.1
     assert fast["charts/episodic_return"] == plain["charts/episodic_return"] or rel > 0.01
-    for key in ("losses/value_loss", "losses/entropy"):
+    for key in {"losses/value_loss", "losses/entropy", "search/gain", "search/kl", "search/depth"} & plain.keys():
         assert fast[key] == pytest.approx(plain[key], rel=rel, abs=1e-5), key
 
 
@@ -221,10 +212,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
         patch.setattr(hop, "write_checkpoint", killed_at_the_fourth)
         run(tmp_path / "killed", method, save_seconds=0.0)
     (folder,) = (tmp_path / "killed").iterdir()
-    saved = hop.load_checkpoint(folder, hop.FORMAT)["args"]
-    saved |= {"config": StagHuntConfig(**saved["config"]), "resume": str(folder)}
-    hop.main(hop.Args(**saved))
-    assert_same_state(saved_state(folder), whole)
+    resume(folder)
+    assert same_tree(hop.load_checkpoint(folder, hop.FORMAT)["states"][0], whole)
     assert without_times(lines_of(folder)) == lines
 
 
