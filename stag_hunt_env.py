@@ -324,6 +324,8 @@ class StagHuntEnv:
     def reset(self, seed: int | None = None):
         """Deals all games anew, from `seed` if one is given -> observation"""
         if seed is not None:
+            if seed < 0:
+                raise ValueError(f"a seed must be 0 or more, not {seed}")
             self.generator.manual_seed(seed)
         first, following = self.initial_state(), self.initial_state()
         kept = *self.state, *self.final_state, *self._next
@@ -842,8 +844,7 @@ class StagHuntVectorEnv(VectorEnv):
                 final_obs[game] = {name: x[game] for name, x in final.items()}
             infos |= {"final_obs": final_obs, "_final_obs": over}
             infos |= {"final_info": final_info, "_final_info": over}
-        reward = reward[:, self.seat].double().numpy()
-        return observation, reward, over, np.zeros_like(over), infos
+        return observation, reward[:, self.seat].double().numpy(), over, np.zeros_like(over), infos
 
     def _observe(self, state):  # observation, infos
         seen = _observations(self.core, state, [self.seat])
