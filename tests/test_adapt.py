@@ -4,7 +4,6 @@ import csv
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 
 import hopplus_mcts
@@ -16,7 +15,7 @@ from stag_hunt_env import StagHuntConfig
 import numpy as np
 import pytest
 import torch
-from helpers import untrained, write_checkpoint
+from helpers import record_learning_rates, untrained, write_checkpoint
 
 ROOT = Path(game.__file__).resolve().parent
 CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
@@ -67,8 +66,7 @@ def refusal(function, *given):
     return text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading and seating
+# ---- Loading and seating
 
 
 def test_learners_are_loaded_one_by_one(folder):
@@ -100,27 +98,18 @@ def test_what_is_carried_over_is_what_was_in_training(tmp_path):
         assert state.args.history_decay == kept and state.args.history_reset_prob == 0
 
 
-EDITS = (
-    (
-        "self.trunk = mlp(inputs + self.padding, hidden, hidden,",
-        "self.trunk = mlp(inputs + self.padding, hidden, hidden, hidden,",
-    ),
-    ("    return payoff\n", "    return payoff + 100\n"),
-)
-
-
 def test_an_edited_copy_is_loaded(tmp_path, trained):
     """Another policy network and an intrinsic reward, of which no tool's score knows"""
     text = (ROOT / "hopplus_ppo.py").read_text()
-    for old, new in EDITS:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (tmp_path / "my_copy.py").write_text(text)
-    script = runs.load_script(tmp_path / "my_copy.py")
-    folder = untrained(tmp_path / "run", "ppo", script=script, **SMALL)
-    run = load(folder, str(tmp_path / "my_copy.py"))
-    assert run.script.__file__ == str(tmp_path / "my_copy.py")
-    rows = adapt.main(arguments(folder, script=str(tmp_path / "my_copy.py")))
+    wider = text.replace(
+        "mlp(inputs + self.padding, hidden, hidden,", "mlp(inputs + self.padding, hidden, hidden, hidden,"
+    )
+    edited = wider.replace("    return payoff\n", "    return payoff + 100\n")
+    assert text != wider != edited
+    copy = tmp_path / "my_copy.py"
+    copy.write_text(edited)
+    folder = untrained(tmp_path / "run", "ppo", script=runs.load_script(copy), **SMALL)
+    rows = adapt.main(arguments(folder, script=str(copy)))
     assert {row["mode"] for row in rows} == {"random", "Bayes hunter", "frozen", "learning", "best response"}
     assert all(0 <= row["score"] <= 5 for row in rows)
     text = refusal(adapt.main, arguments(folder, script=str(ROOT / "hopplus_ppo.py")))
@@ -136,6 +125,8 @@ def test_what_is_no_checkpoint_is_named(folder, tmp_path):
     write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
     text = refusal(load, tmp_path / "model.pt")
     assert text.endswith("model.pt is a checkpoint of pretrain_world_model 11, not of a training script")
+    (tmp_path / "second_seed").mkdir()
+    assert "of several seeds, the first one's folder has it" in refusal(load, tmp_path / "second_seed")
     wide = load(untrained(tmp_path / "wide", policy_hidden=16, **SMALL))
     wide.args.policy_hidden = 8
     text = refusal(runs.seat_learners, wide, [["learner"] * 3], [0, 1, 2])
@@ -143,18 +134,6 @@ def test_what_is_no_checkpoint_is_named(folder, tmp_path):
     wide.args.policy_hidden = 16
     wide.args.subgoals = "actions"
     assert "wide has no network" in refusal(runs.seat_learners, wide, [["learner"] * 3], [0, 1, 2])
-
-
-def test_the_newest_run_is_offered(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evaluation/adapt.py"])
-    assert "no run in runs/" in refusal(load, "")
-    for name in ("b", "a"):
-        untrained(Path("runs") / name, **SMALL)
-    for given in ("", "runs/RUN"):
-        assert "the newest run: python evaluation/adapt.py runs/a" in refusal(load, given)
-    Path("runs/second_seed").mkdir()
-    assert "of several seeds, the first one's folder has it" in refusal(load, "runs/second_seed")
 
 
 def test_tools_call_twelve_functions_of_a_script():
@@ -168,14 +147,7 @@ def test_tools_call_twelve_functions_of_a_script():
         assert called - others <= {*runs.CALLED}, path.name
 
 
-def test_the_interval():
-    mean, half = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert mean == 3 and half == pytest.approx(2.77645 * math.sqrt(2.5 / 5), rel=1e-5)
-    assert runs.interval([4.0])[0] == 4 and math.isnan(runs.interval([4.0])[1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who meets whom, and scores
+# ---- Who meets whom, and scores
 
 
 def test_the_sets(folder, tmp_path):
@@ -185,7 +157,6 @@ def test_the_sets(folder, tmp_path):
         assert list(sets) == list(adapt.SETS[name]) and len(sets) == count
         for table in sets.values():
             assert table[0] == "learner" and len(game.seats_table(table, 4)) == 4
-    sets = adapt.deal_seats(adapt.Args(sets="strangers"), four, {})
     assert sets["noisy NS + 2 noisy NH"][1:] == ["noisy_stag", "noisy_hare", "noisy_hare"]
     seats = ("learner,waiting,waiting,waiting", "random,learner,nearest_stag,nearest_hare")
     sets = adapt.deal_seats(adapt.Args(seats=seats), four, {})
@@ -223,20 +194,6 @@ def played(monkeypatch, module, name="rollout"):
     return calls
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-    """-> a list of the runs that were loaded"""
-    found = []
-    own = runs.load_run
-
-    def load_run(*given):
-        found.append(own(*given))
-        return found[-1]
-
-    monkeypatch.setattr(runs, "load_run", load_run)
-    return found
-
-
 def test_adaptation(folder, capsys, monkeypatch):
     """Two sets, two seeds of three learners; scores are those of the last of four rounds"""
     seats = ("learner,nearest_hare,random", "random,learner,nearest_stag")
@@ -253,13 +210,10 @@ def test_adaptation(folder, capsys, monkeypatch):
         assert numbers == [0, 3, 1, 4, 2, 5] * 2, "every learner, the seeds in turn"
         assert state.env.num_envs == 12 * 2 and run.folder == folder
     run = seated[0][0][0]
-    assert not any(p.any() for p in states[0].networks["policy"].params.values()), "random"
+    assert not any(p.any() for p in states[0].networks["policy"].params.values()), "random: all logits 0"
     for network in ("policy", "moa"):
         saved = {name: p[numbers] for name, p in run.networks[network].items()}
         assert equal(weights(states[2].networks[network]), saved), "frozen"
-    assert not equal(weights(states[3].networks["moa"]), saved) or not equal(
-        weights(states[3].networks["policy"]), {name: p[numbers] for name, p in run.networks["policy"].items()}
-    )
     assert seated[4][0][1] == tables and seated[4][1].args.method == "ppo", "best responses"
 
     curves = torch.stack([found for _, found in earned[:16]]).view(4, 4, 2, 6, 2).double()
@@ -298,10 +252,9 @@ def test_without_references_there_is_no_score(folder, capsys):
     assert "(" not in said.split("wrote")[0].replace("(s)", "") and "nan" not in said
 
 
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg"])
-def test_what_was_earned_is_the_learners(method, tmp_path):
+def test_what_was_earned_is_the_learners(tmp_path):
     """In every game whose end a round sees, whichever seat the learner has"""
-    run = load(untrained(tmp_path, method, **SMALL))
+    run = load(untrained(tmp_path, "ppo-omg", **SMALL))
     tables = [["learner", "random", "random"], ["nearest_hare", "random", "learner"]]
     state = adapt.frozen_players.seat_beside(run, tables, [0, 4], {}, num_envs=5, num_steps=20)
     expected = torch.zeros(2, 2)
@@ -320,40 +273,16 @@ def test_what_was_earned_is_the_learners(method, tmp_path):
     torch.testing.assert_close(adapt.learner_sums(sums, torch.tensor([0, 2])), expected)
 
 
-def test_random_players_are_uniform(tmp_path):
-    run = load(untrained(tmp_path, stays=[True] * 6, **SMALL))
-    seen = []
-    own = run.script.rollout
-
-    def rollout(state, games):
-        steps, sums = own(state, games)
-        seen.append(steps)
-        return steps, sums
-
-    run.script.rollout = rollout
-    with adapt.tqdm(disable=True) as bar:
-        adapt.play_mode(arguments(""), run, [["learner", "random", "random"]] * 6, {}, "random", bar)
-    legal = seen[0]["legal"].float()
-    torch.testing.assert_close(seen[0]["log_prob"].exp(), 1 / legal.sum(-1))
-
-
 def test_a_best_response_is_scored_in_new_games(tmp_path, monkeypatch):
     """Which is what its last rollouts saw, and its learning rate falls"""
     run = load(untrained(tmp_path, **SMALL))
-    rates = []
-    update = hopplus_ppo.ppo_update
-
-    def updated(state, batch):
-        rates.append(float(state.optimizers["policy"].learning_rate))
-        return update(state, batch)
-
-    monkeypatch.setattr(hopplus_ppo, "ppo_update", updated)
+    rates = record_learning_rates(monkeypatch)
     rollouts = played(monkeypatch, hopplus_ppo)
     tables = [["learner", "random", "random"], ["random", "nearest_hare", "learner"]]
     args = arguments("", best_response_steps=3 * 8 * 32)
     with adapt.tqdm(disable=True) as bar:
         best = adapt.best_responses(args, run, tables, {}, bar)
-    assert rates == pytest.approx([1e-3, 7e-4, 4e-4])
+    assert rates == [pytest.approx([rate for rate in (1e-3, 7e-4, 4e-4) for _ in range(4 * 4)])]
     last = [sums for _, (_, sums) in rollouts[5:]]
     assert len(last) == 4
     for k, seat in enumerate((0, 2)):
@@ -361,8 +290,7 @@ def test_a_best_response_is_scored_in_new_games(tmp_path, monkeypatch):
         assert best[k] == pytest.approx(returns / games)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How a learner learns
+# ---- How a learner learns
 
 
 def adaptation(run, numbers=(0, 4), learns=True, **flags):
@@ -421,6 +349,13 @@ def test_moas_head_learns_from_all_that_was_seen(folder):
     assert not present.all()
 
 
+def assert_used(network, better, new, old):
+    """Of learner m the new weights if better[m]"""
+    for name, p in network.params.items():
+        for m, is_better in enumerate(better):
+            assert torch.equal(p[m], (new if is_better else old)[name][m]), name
+
+
 def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     """The newest steps, before it learned from them; learning goes on, used or not"""
     run = load(untrained(tmp_path, "ppo-omg", **SMALL))
@@ -441,9 +376,7 @@ def test_a_learned_moa_is_used_where_it_predicted_better(tmp_path):
     assert all(equal(params, before) for params in (*judged[::2], judged[1]))
     assert equal(judged[3], learned[0]) and equal(judged[5], learned[1])
     assert not equal(learned[0], learned[1])
-    for name, p in weights(learning.moa).items():
-        for m in range(2):
-            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
+    assert_used(learning.moa, better, learned[-1], before)
 
 
 def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(folder):
@@ -457,23 +390,16 @@ def test_a_learned_policy_is_used_where_it_earns_more_in_imagination(folder):
         judged.append(params)
         return better * float(len(judged) % 2 == 0), torch.full((2,), 0.01)  # first the old one
 
-    update = run.script.ppo_update
-
-    def updated(*given):
-        started.append(weights(learning.policy))
-        return update(*given)
-
     learning.imagined_return = imagined_return
-    run.script.ppo_update = updated
+    update = run.script.ppo_update
+    run.script.ppo_update = lambda *given: started.append(weights(learning.policy)) or update(*given)
     learned = []
     for _ in range(2):
         learning.learn(play(run, state))
         learned.append(learning.new_policy)
     assert all(equal(params, before) for params in judged[::2])
     assert all(map(equal, judged[1::2], learned)) and all(map(equal, started, [before, learned[0]]))
-    for name, p in weights(learning.policy).items():
-        for m in range(2):
-            assert torch.equal(p[m], (learned[-1] if better[m] else before)[name][m]), name
+    assert_used(learning.policy, better, learned[-1], before)
     assert any((learned[-1][name] != before[name]).any() for name in before)
 
 
@@ -520,16 +446,14 @@ def test_imagined_returns_are_of_whole_games_as_the_game_pays(folder):
         assert float(error[m]) == pytest.approx((ratio**2).sum() / games.sum() ** 2)
 
 
-def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(folder):
+def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(folder, monkeypatch):
     run = load(folder)
     numbers = list(range(6))
     state, learning = adaptation(run, numbers)
-    sampled = []
-    own = learning.imagining.games.sample
-    learning.imagining.games.sample = lambda *given: sampled.append(own(*given)) or sampled[-1]
+    sampled = played(monkeypatch, learning.imagining.games, "sample")
     steps = play(run, state)
     learning.learn(steps)
-    start = sampled[0]
+    start = sampled[0][1]
     assert (start["clock"] == 0).all()
     for m in range(6):
         board, clock = run.replay["board"][:, m], run.replay["clock"][:, m]
@@ -545,54 +469,43 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(folder
     assert samples["reward"].shape[2] >= 4
 
 
-def test_models_are_trusted_as_far_as_they_were_right(folder):
+def test_models_are_trusted_as_far_as_they_were_right(folder, monkeypatch):
     """Measured in stretches of the learner's own newest steps, from every 5th on"""
     run = load(folder)
     state, learning = adaptation(run, every=16)
     state.args.num_steps = 16
-    given = []
-    run.script.measure_horizon = lambda state, parts: given.append(parts)
+    measured = played(monkeypatch, run.script, "measure_horizon")
     steps = play(run, state)
     learning.remember(steps)
-    for name in ("board", "joint", "payoff", "next_board", "done"):
-        found = given[0][name]
+    (((_, parts), _),) = measured
+    for name, found in parts.items():
         assert found.shape[:3] == (2, 6, 3)
         for column, start in enumerate((0, 5, 10)):
             assert torch.equal(found[:, :, column], steps[name][:, start : start + 6, 0]), name
 
 
 @pytest.mark.parametrize("method", ["ppo", "hop"])
-def test_without_a_world_model_real_steps_are_learned_from(method, tmp_path):
+def test_without_a_world_model_real_steps_are_learned_from(method, tmp_path, monkeypatch):
     """Those of the first game, by PPO; what was learned acts in the next round"""
     hop = {"script": hopplus_mcts, "goal_dim": 2} if method == "hop" else {}
     run = load(untrained(tmp_path, method, **hop, **SMALL))
-    batches = []
-    update = run.script.ppo_update
-
-    def updated(state, batch):
-        batches.append(batch)
-        return update(state, batch)
-
-    run.script.ppo_update = updated
     state, learning = adaptation(run)
     before = weights(learning.policy)
     steps = play(run, state)
+    updates = played(monkeypatch, run.script, "ppo_update")
     learning.learn(steps)
-    assert torch.equal(batches[0]["action"], steps["action"].flatten(1, 2))
-    assert batches[0]["real"].all() and len(batches) == 1
+    (((_, batch), _),) = updates
+    assert torch.equal(batch["action"], steps["action"].flatten(1, 2)) and batch["real"].all()
     assert equal(weights(learning.policy), learning.new_policy) and not equal(learning.new_policy, before)
 
 
-def test_searching_is_left_out_unless_it_is_asked_for(trained):
+def test_searching_is_left_out_unless_it_is_asked_for(trained, monkeypatch):
     folder = trained("hopplus-mcts", hopplus_mcts, config=CONFIG)
     for search in (False, True):
-        calls = []
         run = load(folder)
-        plan = run.script.plan_actions
-        run.script.plan_actions = lambda *given, plan=plan, calls=calls: calls.append(0) or plan(*given)
-        args = arguments(folder, search=search, steps=32)
+        planned = played(monkeypatch, run.script, "plan_actions")
         for mode in ("frozen", "learning"):
+            args = arguments(folder, search=search)
             with adapt.tqdm(disable=True) as bar:
-                curve = adapt.play_mode(args, run, [["learner", "random", "nearest_hare"]] * 6, {}, mode, bar)
-            assert curve.shape == (4, 6, 2) and (curve[..., 1] > 0).all()
-        assert len(calls) == (64 if search else 0)
+                adapt.play_mode(args, run, [["learner", "random", "nearest_hare"]] * 6, {}, mode, bar)
+        assert len(planned) == (2 * 32 if search else 0)
