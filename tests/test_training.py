@@ -4,12 +4,13 @@ import copy
 import dataclasses
 import functools
 import itertools
+from unittest import mock
 
 import hopplus_ppo as hop
 
 import pytest
 import torch
-from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree, train_tiny
+from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree, train_tiny, without_times
 from test_runs import resume
 from tiny_hopplus import encode, make_args, make_state, train, watch_networks
 
@@ -71,22 +72,17 @@ def test_every_flag_changes_something():
     assert flags == {case[2] for case in CASES} | ELSEWHERE
 
 
-def watch(state):
-    if state.watched is not None:
-        state.watched.push(hop.rollout(state, state.watched)[0])
-
-
 @pytest.mark.parametrize("method", hop.METHODS)
 def test_a_state_that_is_put_back_learns_the_same_again(method):
     """As before a CUDA graph is recorded: also where the replay was empty, and everything in place"""
     state, ends = make_state(method, num_envs=8, seats="learner,mixed,learner"), []
-    watch(state)
+    stages = hop.make_stages(state)
     before = copy.deepcopy(state.state_dict())
     assert before["games"]["replay"] == {}
     for _ in range(2):
-        for _ in range(2):
-            train(state)
-        watch(state)
+        for name in ("watch", "train", "train"):
+            if name in stages:
+                stages[name]()
         ends.append(copy.deepcopy(state.state_dict()))
         weights = [*state.networks["policy"].params.values()]
         state.load_state_dict(before)
@@ -99,30 +95,19 @@ def test_a_state_that_is_put_back_learns_the_same_again(method):
 # ---- The preparation
 
 
-def prepared(monkeypatch, **changes):
-    """All weights after it, and those of the model that only it needs"""
-    made, init = [], hop.TrainState.__init__
-
-    def watched(state, *given, **named):
-        init(state, *given, **named)
-        made.append(state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hop.TrainState, "__init__", watched)
-        state = make_state(num_seeds=2, **changes)
-        hop.pretrain(state, 0)
-    assert made[0] is state and "moa_prior" not in state.networks
-    teacher = made[1]
-    return copy.deepcopy(state.state_dict()["networks"]), teacher.networks["moa_prior"].state_dict()
+def prepared(**changes):
+    """All weights after it"""
+    state = make_state(num_seeds=2, **changes)
+    hop.pretrain(state, 0)
+    return state.state_dict()["networks"]
 
 
 def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeypatch):
     """Each learner starts from a copy of its seed's. The first rate of each model is twice the second, and all updates
     that were asked for are made"""
-    before, moa_prior_before = prepared(monkeypatch, pretraining_updates=0)
+    before = prepared(pretraining_updates=0)
     rates = record_learning_rates(monkeypatch)
-    after, moa_prior = prepared(monkeypatch, pretraining_updates=21)
-    assert all((x != moa_prior_before[key]).flatten(1).any(1).all() for key, x in moa_prior.items())
+    after = prepared(pretraining_updates=21)
     assert set(after) == {"policy", "prior", "inference", "moa", "world"}
     for name in ("prior", "inference", "moa", "world"):
         for key, new in after[name].items():
@@ -137,9 +122,8 @@ def test_the_preparation_trains_every_model_with_a_falling_learning_rate(monkeyp
     assert world == pytest.approx([2e-3] * 10 + [1e-3] * 11)
 
 
-def test_the_preparation_watches_as_many_games_as_asked(monkeypatch):
-    changes = {"method": "ppo-omg", "pretraining_updates": 1}
-    few, many = (prepared(monkeypatch, pretraining_games=n, **changes)[0]["moa"] for n in (2, 8))
+def test_the_preparation_watches_as_many_games_as_asked():
+    few, many = (prepared(method="ppo-omg", pretraining_updates=1, pretraining_games=n)["moa"] for n in (2, 8))
     assert not same_tree(few, many)
 
 
@@ -197,19 +181,13 @@ def test_hindsight_falls_to_nothing_halfway(monkeypatch, tmp_path):
     assert shares[3:] == [0, 0]
 
 
-def test_new_games_are_watched_as_often_as_the_replay_is_filled(monkeypatch, tmp_path):
+def test_new_games_are_watched_as_often_as_the_replay_is_filled(tmp_path):
     """Whatever --log-every says. Seven iterations"""
-    rollout, played = hop.rollout, []
-
-    def watched(state, games):
-        kind = "preparation" if state.pretraining else "watched" if games is state.watched else "own"
-        played.append(kind)
-        return rollout(state, games)
-
-    monkeypatch.setattr(hop, "rollout", watched)
-    train_tiny(tmp_path, "ppo-omg", total_timesteps=7 * 32, replay_rollouts=3, log_every=2, pretraining_updates=1)
-    assert played[:4] == ["preparation", *["watched"] * 3]
-    assert played[4:] == ["watched", "own", "own", "own"] * 2 + ["watched", "own"]
+    with mock.patch.object(hop, "rollout", wraps=hop.rollout) as rollout:
+        train_tiny(tmp_path, "ppo-omg", total_timesteps=7 * 32, replay_rollouts=3, log_every=2, pretraining_updates=1)
+    calls = [call.args for call in rollout.call_args_list]
+    played = ["preparation" if state.pretraining else games is state.watched for state, games in calls]
+    assert played == ["preparation", True, True, True, *[True, False, False, False] * 2, True, False]
 
 
 CLOCKS = {
@@ -221,31 +199,17 @@ CLOCKS = {
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_rows_and_checkpoints_come_as_often_as_asked(clock, monkeypatch, tmp_path):
+    """Rows are means over the iterations since the last one; a checkpoint between two does not change them"""
     for name, function in CLOCKS[clock].items():
         monkeypatch.setattr(name, function)
-    saved, save = [], hop.save_checkpoint
-
-    def watched(path, rank, state, progress):
-        saved.append(progress["iteration"])
-        save(path, rank, state, progress)
-
-    monkeypatch.setattr(hop, "save_checkpoint", watched)
-    for seconds, iterations in ((0.0, [1, 2, 3, 4, 5]), (1000.0, [5])):
-        saved.clear()
-        flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 5 * 32}
-        (folder,) = train_tiny(tmp_path, "ppo", **flags)
-        assert [line["steps"] for line in lines_of(folder)] == [64, 128, 160]
-        assert saved == iterations
-
-
-def test_a_checkpoint_between_two_rows_does_not_change_them(tmp_path):
-    """Rows are means over the iterations since the last one"""
     rows = []
-    for seconds in (0.0, 1000.0):
-        flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 4 * 32}
-        (folder,) = train_tiny(tmp_path / str(seconds), "ppo", **flags)
-        rows.append([line["real/return_mean"] for line in lines_of(folder)])
-    assert rows[0] == rows[1] and len(rows[0]) == 2
+    for seconds, iterations in ((0.0, [1, 2, 3, 4, 5]), (1000.0, [5])):
+        flags = {"log_every": 2, "save_seconds": seconds, "total_timesteps": 5 * 32}
+        with mock.patch.object(hop, "save_checkpoint", wraps=hop.save_checkpoint) as save:
+            (folder,) = train_tiny(tmp_path, "ppo", **flags)
+        assert [call.args[3]["iteration"] for call in save.call_args_list] == iterations
+        rows.append(without_times(lines_of(folder)))
+    assert [row["steps"] for row in rows[0]] == [64, 128, 160] and rows[0] == rows[1]
 
 
 def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(monkeypatch, tmp_path):
@@ -262,18 +226,12 @@ def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(m
 
     for name, seconds in (("train_iteration", 2.0), ("log", 100.0), ("save_checkpoint", 1000.0)):
         monkeypatch.setattr(hop, name, takes(seconds, getattr(hop, name)))
-    save, saved = hop.save_checkpoint, []
-
-    def killed_at_the_fourth(path, *given):
-        saved.append(path.parent)
-        if len(saved) == 4:
-            raise KeyboardInterrupt
-        save(path, *given)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hop, "save_checkpoint", killed_at_the_fourth)
+    save = hop.save_checkpoint
+    killed_at_the_fourth = mock.Mock(side_effect=[mock.DEFAULT] * 3 + [KeyboardInterrupt], wraps=save)
+    with mock.patch.object(hop, "save_checkpoint", killed_at_the_fourth), pytest.raises(KeyboardInterrupt):
         train_tiny(tmp_path, "ppo", save_seconds=0.0, total_timesteps=6 * 32)
-    resume(saved[0])
-    lines = lines_of(saved[0])
+    (folder,) = tmp_path.iterdir()
+    resume(folder)
+    lines = lines_of(folder)
     assert [line["time/training"] for line in lines] == pytest.approx([2, 4, 6, 8, 10, 12])
     assert [line["charts/SPS"] for line in lines] == pytest.approx([16] * 6)
