@@ -17,16 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def _player(probs):
-    def act(env, state, seat, generator):
-        return sample(probs(env, state, env.legal_actions(state))[:, seat], generator)
-
-    return act
-
-
-PLAYERS = {name: _player(probs) for name, probs in PLAYER_PROBS.items()}  # (env, state, seat, generator) -> actions
-
-
 def games_of(state):
     """State of B games -> B plain-Python games"""
     fields = [x.tolist() for x in state]
@@ -285,23 +275,4 @@ TINY_FLAGS = {  # for runs of a second
     "imagination_horizon": 4,
     "trust_exact_match": 0.0,
     "ppo_real_ratio": 0.5,
-}
-
-TINY_RUN = {  # flags of runs that are evaluated
-    "num_envs": 4,
-    "num_steps": 8,
-    "total_timesteps": 64,
-    "log_every": 1,
-    "policy_hidden": 16,
-    "num_minibatches": 2,
-    "subgoal_hidden": 8,
-    "goal_dim": 5,
-    "subgoal_batch_size": 2,
-    "wm_hidden": 16,
-    "wm_batch_size": 16,
-    "pretraining_updates": 2,
-    "pretraining_games": 4,
-    "replay_rollouts": 2,
-    "imagination_horizon": 5,
-    "trust_exact_match": 0.0,
 }

@@ -1,6 +1,7 @@
 """On a GPU: the same game as on the CPU, captured and compiled too; the same training; no step waits for the host."""
 
 import contextlib
+from unittest import mock
 
 import hopplus_mcts
 import hopplus_ppo as hop
@@ -147,7 +148,6 @@ def test_seats_can_be_captured(config):
 
 
 # ---- Whole runs
-
 SEARCH = {"num_simulations": 6, "num_trees": 2}
 
 
@@ -198,18 +198,11 @@ def test_compiled_and_bf16_iterations_are_close(method, flags, changes, tmp_path
 
 
 @pytest.mark.parametrize("method", ["ppo", "hopplus"])
-def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path):
     whole, lines = run(tmp_path / "whole", method, save_seconds=0.0)
-    write, calls = hop.write_checkpoint, []
-
-    def killed_at_the_fourth(path, content):
-        calls.append(path)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        write(path, content)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hop, "write_checkpoint", killed_at_the_fourth)
+    effects = [mock.DEFAULT] * 3 + [KeyboardInterrupt]
+    killed_at_the_fourth = mock.Mock(wraps=hop.write_checkpoint, side_effect=effects)
+    with mock.patch.object(hop, "write_checkpoint", killed_at_the_fourth), pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed", method, save_seconds=0.0)
     (folder,) = (tmp_path / "killed").iterdir()
     resume(folder)

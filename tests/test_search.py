@@ -17,15 +17,7 @@ import pytest
 import reference_game
 import reference_search as reference
 import torch
-from helpers import (
-    PRETRAINING_CASES,
-    TINY_CONFIG,
-    games_of,
-    mixed_actions,
-    random_kinds,
-    seeded,
-    tiny_args,
-)
+from helpers import PRETRAINING_CASES, TINY_CONFIG, games_of, mixed_actions, random_kinds, seeded, tiny_args
 from tiny_hopplus import CPU, as_windows
 
 SEARCH = {"num_simulations": 6, "num_trees": 2}
@@ -41,8 +33,6 @@ def highest_payoff(config):
 
 
 # ---- The batched search and the plain one grow the same trees
-
-
 class Model:
     """The same game and networks for both searches; each step costs something. A position of the plain search is
     (game, seat, tree, last joint action); the batched one has these numbers in a row as its `board`."""
@@ -256,6 +246,7 @@ BOARDS = {
     "costly": StagHuntConfig(num_players=3, num_hares=3, final_time=7, stag_reward=-8.0, hare_reward=-0.5),
     "3x5": StagHuntConfig(height=3, width=5, num_players=2, num_stags=2, num_hares=2, final_time=6, max_wall_pieces=1),
 }
+ONE_STEP = {"planner": "one-step", "num_simulations": 2}  # however few these are, each legal action once
 COMPARED = [  # root, board, max_depth, num_trees, simulations, other flags
     ("puct", "4x4", 32, 1, 18, {}),
     ("puct", "costly", 2, 3, 16, {"puct": 2.5, "gamma": 0.8}),
@@ -263,6 +254,8 @@ COMPARED = [  # root, board, max_depth, num_trees, simulations, other flags
     ("gumbel", "4x4", 32, 1, 20, {"search_prior": 0.0}),
     ("gumbel", "3x5", 3, 1, 5, {"q_temperature": 10.0}),
     ("gumbel", "3x5", 32, 3, 16, {"q_temperature": 2.0}),
+    ("puct", "4x4", 32, 3, NUM_ACTIONS, {**ONE_STEP, "search_prior": 0.6}),
+    ("gumbel", "4x4", 32, 1, NUM_ACTIONS, ONE_STEP),
 ]
 
 
@@ -273,16 +266,6 @@ def test_trees_are_those_of_the_plain_search(root, board, max_depth, trees, simu
     model = Model(args.config)
     roots = Roots(model, 84 // trees, trees, simulations, seed=simulations + max_depth)
     compare(args, model, roots, simulations)
-
-
-@pytest.mark.parametrize(("root", "trees"), [("puct", 3), ("gumbel", 1)])
-def test_one_step_ahead_tries_each_legal_action_once(root, trees):
-    """However few --num-simulations there are"""
-    flags = {"gamma": 0.7, "q_temperature": 4.0, "search_prior": 0.6, "num_simulations": 2, "config": BOARDS["4x4"]}
-    args = make_args(root=root, planner="one-step", num_trees=trees, **flags)
-    model = Model(args.config)
-    roots = Roots(model, 60 // trees, trees, NUM_ACTIONS, seed=5)
-    compare(args, model, roots, NUM_ACTIONS)
 
 
 def test_sequential_halving_of_all_sizes():
@@ -301,7 +284,6 @@ def test_what_is_drawn_is_the_action_whose_stretch_holds_the_number():
 
 
 # ---- The models that a search plays with
-
 RULES = {**PRETRAINING_CASES, "4x4": BOARDS["4x4"]}
 RULES["short"] = StagHuntConfig(height=2, width=4, num_players=4, num_hares=2, final_time=9, steps_after_first_hunt=2)
 
@@ -310,35 +292,31 @@ RULES["short"] = StagHuntConfig(height=2, width=4, num_players=4, num_hares=2, f
 def test_env_transition_is_the_game(config):
     """And where it ends, for each of those who look on"""
     generator = seeded(4)
-    state = make_state(planner="none", subgoals="none", config=config, num_envs=30)
+    state = make_state(planner="none", subgoals="none", config=config, num_envs=60)
     env, games = state.env, state.games
 
     def by_seat(x):
         return x.transpose(0, 1)
 
-    seen_left = seen_caught = False
-    for _ in range(2):
-        before = random_states(env, generator)
-        actions = mixed_actions(env, before, random_kinds(env, generator), 0.3, generator)
-        after, rewards, _, done = env.transition(before, actions)
-        situation = {
-            "board": by_seat(games.boards(before)),
-            "clock": env.clock(before).expand(config.num_players, -1),
-            "first_hunt": before.first_hunt.expand(config.num_players, -1),
-        }
-        joint = by_seat(env.seats_to_ego(actions))
-        found = hop.imagined_step(state, situation, joint, "env")
-        on = ~env.game_over(before)
-        assert torch.equal(found["board"].byte()[:, on], by_seat(games.boards(after))[:, on])
-        assert torch.equal(found["payoff"][:, on], by_seat(rewards)[:, on]) and torch.equal(found["last_joint"], joint)
-        goes_on = by_seat(before.present) & on
-        torch.testing.assert_close(found["clock"][goes_on], env.clock(after).expand_as(goes_on)[goes_on])
-        assert torch.equal(found["ended"][goes_on], (done | ~by_seat(after.present))[goes_on])
-        if config.steps_after_first_hunt is not None:
-            assert torch.equal(found["first_hunt"][goes_on], after.first_hunt.expand_as(goes_on)[goes_on])
-        seen_left |= bool((~before.present).any())
-        seen_caught |= bool((before.prey_alive & ~after.prey_alive).any())
-    assert seen_left and seen_caught
+    before = random_states(env, generator)
+    actions = mixed_actions(env, before, random_kinds(env, generator), 0.3, generator)
+    after, rewards, _, done = env.transition(before, actions)
+    situation = {
+        "board": by_seat(games.boards(before)),
+        "clock": env.clock(before).expand(config.num_players, -1),
+        "first_hunt": before.first_hunt.expand(config.num_players, -1),
+    }
+    joint = by_seat(env.seats_to_ego(actions))
+    found = hop.imagined_step(state, situation, joint, "env")
+    on = ~env.game_over(before)
+    assert torch.equal(found["board"].byte()[:, on], by_seat(games.boards(after))[:, on])
+    assert torch.equal(found["payoff"][:, on], by_seat(rewards)[:, on]) and torch.equal(found["last_joint"], joint)
+    goes_on = by_seat(before.present) & on
+    torch.testing.assert_close(found["clock"][goes_on], env.clock(after).expand_as(goes_on)[goes_on])
+    assert torch.equal(found["ended"][goes_on], (done | ~by_seat(after.present))[goes_on])
+    if config.steps_after_first_hunt is not None:
+        assert torch.equal(found["first_hunt"][goes_on], after.first_hunt.expand_as(goes_on)[goes_on])
+    assert not before.present.all() and (before.prey_alive & ~after.prey_alive).any()
 
 
 def make_state(**changes):
@@ -482,8 +460,6 @@ def test_each_co_player_pursues_its_own_subgoal(name):
 
 
 # ---- HOP's belief: stag or hare, by Bayes' rule
-
-
 @torch.no_grad()
 def likelihoods(state, steps, t):
     """Of step t -> MOA's log-probabilities of each co-player's actions, goal by goal [M, n, K, 2, 7]; who is on the
@@ -586,16 +562,12 @@ def test_hop_learns_from_the_prey_that_was_taken(ahead):
 
 
 # ---- The loop
-
-
-PLAYED = [{}, {"root": "gumbel", "num_trees": 1}, {**HOP, "seats": "learner,random,learner"}]
-
-
-@pytest.mark.parametrize("changes", PLAYED)
+@pytest.mark.parametrize(
+    "changes", [{}, {"root": "gumbel", "num_trees": 1}, {**HOP, "seats": "learner,random,learner"}]
+)
 def test_learners_play_what_they_searched(changes):
     state = make_state(num_envs=8, **changes)
     steps, searches = play(state, 8)
-    moved = 0.0
     assert len(searches) == 8
     for t, search in enumerate(searches):
         plan = search.plan
@@ -609,10 +581,8 @@ def test_learners_play_what_they_searched(changes):
         assert (plan["played"].gather(2, action) > 0).all()
         assert not (plan["played"] * ~legal).any() and not (plan["visits"] * ~legal).any(), "legal actions only"
         assert not (plan["log_probs"].exp() * ~legal).any()
-        own_log_probs, value = state.networks["policy"](*(now[name] for name in hop.POLICY_READS))
+        _, value = state.networks["policy"](*(now[name] for name in hop.POLICY_READS))
         torch.testing.assert_close(now["value"], value)
-        moved += (own_log_probs.exp() - plan["log_probs"].exp()).abs().sum(2).max().item()
-    assert moved > 1
 
 
 def test_nobody_searches_who_only_watches_or_has_no_planner():
@@ -669,8 +639,6 @@ def test_imagined_samples_are_never_distilled():
 
 
 # ---- From end to end
-
-
 @pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])  # which need not be there
 @pytest.mark.parametrize("cells", [16, 64])

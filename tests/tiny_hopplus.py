@@ -5,7 +5,7 @@ import dataclasses
 
 import hopplus_mcts
 import hopplus_ppo as hop
-from stag_hunt_env import NUM_ACTIONS, State
+from stag_hunt_env import State
 
 import torch
 from helpers import tiny_args as make_args
@@ -46,19 +46,11 @@ def one_step(steps, t):
     return {name: x[:, t] for name, x in steps.items()}
 
 
-def views(state, steps):
-    """What the co-players see and may do in steps [M, n, ...]: [M, n, K, X], [M, n, K, 7]"""
-    _, seen, legal = hop.views(state.env, steps["board"])
-    shape = *steps["board"].shape[:2], -1
-    return seen.view(*shape, seen.shape[2]), legal.view(*shape, NUM_ACTIONS)
-
-
 @torch.no_grad()
 def infer(state, steps, history=None):
     """What learners make of steps [M, n, ...], with another history if one is given"""
     situation = {name: steps[name] for name in hop.SITUATION}
-    if history is not None:
-        situation["history"] = history
+    situation["history"] = (steps["history"] if history is None else history).float()
     return hop.perceive(state, situation)
 
 
@@ -101,29 +93,6 @@ class TrueWorld:
         new, paid = self.change(new, paid, len(self.said))
         self.said.append(new)
         return new, paid
-
-
-class Watched:
-    """A network that also notes what it is given wherever it learns: (method, inputs)"""
-
-    def __init__(self, stacked):
-        self.stacked = stacked
-        self.given = []
-
-    def __call__(self, *inputs, method="forward"):
-        if torch.is_grad_enabled():
-            self.given.append((method, inputs))
-        return self.stacked(*inputs, method=method)
-
-    def __getattr__(self, name):
-        return getattr(self.stacked, name)
-
-
-def watch_networks(state, *names):
-    """-> the networks of these names, each Watched from now on"""
-    for name in names:
-        state.networks[name] = Watched(state.networks[name])
-    return tuple(state.networks[name] for name in names)
 
 
 def enlarge_moa(state, factor=100.0):
