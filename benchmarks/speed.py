@@ -1,8 +1,6 @@
 """How fast are the game, the game with its learners' networks, and a whole iteration; where does the time go?
 
     python benchmarks/speed.py                           # iterations, on the GPU if there is one
-    python benchmarks/speed.py --cases growth            # with games, board, players, seeds, simulations
-    python benchmarks/speed.py --cases commands          # whole commands
     python benchmarks/speed.py --cases decisions         # ms a decision of every method
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
@@ -13,13 +11,9 @@ Writes `<cases>_gpu.csv` (or `_cpu.csv`) to --folder, of --flags `own.csv`.
 
 import dataclasses
 import importlib
-import json
-import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -32,7 +26,6 @@ from stag_hunt_env import NUM_ACTIONS
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
 FAST = "--compile --precision bf16"
 HALF_REAL = f"{FAST} --ppo-real-ratio 0.5"
 ITERATIONS = {  # name: (script, flags)
@@ -57,22 +50,13 @@ ITERATIONS = {  # name: (script, flags)
         "HOP+ MCTS, defaults": (MCTS, ""),
     },
 }
-GROWTH = {  # what grows: (script, flag, values)
-    "games": (PPO, "--num-envs", {"cuda": (256, 1024, 4096), "cpu": (32, 128, 512)}),
-    "board height": (PPO, "--width 8 --height", {"cuda": (4, 6, 8), "cpu": (4, 6, 8)}),
-    "players": (PPO, "--num-players", {"cuda": (2, 4, 6), "cpu": (2, 4, 6)}),
-    "seeds": (PPO, "--num-seeds", {"cuda": (1, 4, 16), "cpu": (1, 2, 4)}),
-    "imagination horizon": (PPO, "--imagination-horizon", {"cuda": (2, 8, 32), "cpu": (2, 5, 16)}),
-    "simulations": (MCTS, "--num-simulations", {"cuda": (4, 16), "cpu": (4, 8, 16)}),
-}
-COMMANDS = {"HOP+": (PPO, ""), "PPO": (PPO, "--method ppo"), "HOP+ MCTS": (MCTS, "")}
 DECISION_GAMES = {"cuda": (1, 4096), "cpu": (1, 64)}
 DECISION_STEPS = 8  # measured together; then policy and value look once more, as in training
 
 
 @dataclasses.dataclass
 class Args:
-    cases: Literal["iterations", "growth", "commands", "decisions"] = "iterations"
+    cases: Literal["iterations", "decisions"] = "iterations"
     only: str = ""  # only cases whose name begins with this
     flags: str | None = None  # measure only a script with these flags
     script: str = PPO  # --flags: of which script
@@ -171,44 +155,15 @@ def measure_decision(script: str, flags: str, repeats: int, device: str) -> dict
     return {"milliseconds": 1000 * median_seconds(play, repeats, device) / DECISION_STEPS}
 
 
-def measure_command(script: str, flags: str, _: int, device: str) -> dict[str, float]:
-    """A whole command from its start to its end"""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, str(ROOT / script), *flags.split(), "--device", device, "--run-dir", folder]
-        start = time.perf_counter()
-        subprocess.run(words, check=True, capture_output=True)
-        seconds = time.perf_counter() - start
-        metrics = min(Path(folder).glob("*/metrics.jsonl"))
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for row in rows:
-        row["seconds"] = row["steps"] / row["charts/SPS"]
-    ended = [row for row in rows if row["charts/episodic_return"] is not None]
-    last_fifth = [row["charts/episodic_return"] for row in ended if row["steps"] > 0.8 * rows[-1]["steps"]]
-    learned = [row["seconds"] for row in ended if row["charts/episodic_return"] >= 2.8]
-    before = seconds - rows[-1]["seconds"]  # imports and preparation, and what little is done at the end
-    return {
-        "seconds": seconds,
-        "seconds_to_2.8": before + learned[0] if learned else math.nan,
-        "return_last_fifth": statistics.mean(last_fifth) if last_fifth else math.nan,
-    }
-
-
 def choose_cases(args: Args) -> dict[str, tuple]:
     """Name -> what to measure, and with what"""
     if args.flags is not None:
         return {"own": (measure_iteration, args.script, args.flags)}
-    if args.cases == "commands":
-        cases = {name: (measure_command, *case) for name, case in COMMANDS.items()}
-    elif args.cases == "decisions":
+    if args.cases == "decisions":
         cases = {}
         for name, (script, flags, _) in TIMED.items():
             for games in DECISION_GAMES[args.device]:
                 cases[f"{name}, {games} game(s)"] = measure_decision, script, f"{flags} --num-envs {games}"
-    elif args.cases == "growth":
-        cases = {}
-        for what, (script, flag, values) in GROWTH.items():
-            for value in values[args.device]:
-                cases[f"{what} {value}"] = measure_iteration, script, f"{flag} {value}"
     else:
         cases = {name: (measure_iteration, *case) for name, case in ITERATIONS[args.device].items()}
     return {name: case for name, case in cases.items() if name.startswith(args.only)}

@@ -1,17 +1,12 @@
 """benchmarks/game.py: the audit tells a fair game from an unfair one, and its test of equal means is exact."""
 
-import sys
-from pathlib import Path
-
+from benchmarks import game
 from stag_hunt_env import StagHuntConfig, StagHuntEnv
 
 import numpy as np
 import pytest
 import torch
 from helpers import chi_square_p
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import game
 
 
 def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
@@ -27,7 +22,7 @@ def test_audit_passes_a_fair_game_and_fails_an_unfair_one(monkeypatch, capsys):
     assert game.main(args) == 1 and "A SEAT IS FAVOURED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("games, seats", [(500, 2), (500, 4), (10, 4), (6, 3)])
+@pytest.mark.parametrize("games, seats", [(500, 4), (6, 3)])
 def test_equal_means_p(games, seats):
     """Uniform when all seats are equal, though seats of one game depend on each other; tiny when one is favoured."""
     rng = np.random.default_rng(3)
@@ -37,15 +32,12 @@ def test_equal_means_p(games, seats):
     assert (values < 0.05).mean() < 0.075, "the chi-square limit would be three to five times too sure of itself"
     if games == 500:
         assert game.equal_means_p(draws[0] + np.eye(seats)[1]) < 1e-6
-    assert game.equal_means_p(np.ones((100, seats))) == 1.0
-    assert game.equal_means_p(np.ones((100, seats)) * np.arange(seats)) == 0.0
 
 
 def test_speed(capsys):
-    config = StagHuntConfig()
-    assert game.main(game.Args(config, speed=True, batch_sizes=(8,), sides=(4, 5), device="cpu")) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [["4x4", "8"], ["5x5", "8"]] and all(float(row[2]) > 0 for row in rows)
+    assert game.main(game.Args(StagHuntConfig(), speed=True, batch_sizes=(8,), device="cpu")) == 0
+    boards = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert boards == ["4x4", "8x8"]
 
 
 def test_random_actions_are_legal_ones_as_often_as_each_other():
