@@ -257,7 +257,7 @@ SECTIONS = {
     "3": Section(
         "VAE: reconstruction or action loss?",
         {loss: vae_run(loss) for loss in ("recon", "moa", "both")},
-        ("before/probe_accuracy", "before/top1", "before/nll", "steps_to_2.8"),
+        ("before/top1", "before/nll", "steps_to_2.8"),
     ),
     "6": Section(
         "Search",
