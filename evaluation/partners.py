@@ -50,14 +50,13 @@ def play(args: Args, run: Run, table: list[str], name: str):
     env = state.env
     returns = torch.zeros(env.num_envs, args.games_together, device=env.device)
     played = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
-    bar = tqdm(total=returns.numel(), desc=name, unit="game", leave=False)
-    while (played < args.games_together).any():
-        run.script.rollout(state, state.games)
-        ended = (env.state.time == 0) & (played < args.games_together)
-        returns[ended, played[ended]] = env.final_return[ended, seat]
-        played += ended
-        bar.update(int(ended.sum()))
-    bar.close()
+    with tqdm(total=returns.numel(), desc=name, unit="game", leave=False) as bar:
+        while (played < args.games_together).any():
+            run.script.rollout(state, state.games)
+            ended = (env.state.time == 0) & (played < args.games_together)
+            returns[ended, played[ended]] = env.final_return[ended, seat]
+            played += ended
+            bar.update(int(ended.sum()))
     return returns.view(len(seeds), args.places, -1).cpu()
 
 

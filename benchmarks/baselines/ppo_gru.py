@@ -5,7 +5,6 @@ are those of hopplus_ppo.py.
     python benchmarks/baselines/ppo_gru.py                                    # a partner that stays, 4x4
     python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5       # knowing the partner pays
     python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5 --redraw game  # always a new one
-    python benchmarks/baselines/ppo_gru.py --seats learner,nearest_stag,nearest_hare,random --num-seeds 5
 
 Axes: S seeds, E games per seed, B = S*E games, N seats, T steps, I inputs, A actions, n rows of any kind.
 What the learner reads about players is in its ego order: itself first.
@@ -16,12 +15,14 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import hopplus_ppo
 import stag_hunt_env as game
+from hopplus_ppo import masked_mean
 from stag_hunt_env import NUM_ACTIONS, STAY, StagHuntConfig, StagHuntEnv
 
 import torch
@@ -107,8 +108,7 @@ class BoardEncoder(nn.Module):
             eyes = hopplus_ppo.BoardEncoder(config, hidden)
         self.register_buffer("lookup", eyes.lookup, persistent=False)
         self.register_buffer("entity", eyes.entity, persistent=False)
-        shape = eyes.table.shape[1:]
-        tables = [0.1 * torch.randn(shape, generator=generator) for generator in generators]
+        tables = [0.1 * torch.randn(eyes.table.shape[1:], generator=generator) for generator in generators]
         self.table = nn.Parameter(torch.stack(tables))
         if config.max_wall_pieces:
             self.walls = Linear(generators, config.num_cells, 2 * hidden, 1.0)
@@ -205,8 +205,7 @@ class TrainState:
         seeds = range(args.seed, args.seed + self.games.seats.num_learners)
         agent = Agent(args, seeds).to(device)
         self.networks = {"policy": agent}
-        max_norm = args.max_grad_norm
-        self.optimizer = hopplus_ppo.Adam([agent], args.learning_rate, 1e-5, max_norm=max_norm)
+        self.optimizer = hopplus_ppo.Adam([agent], args.learning_rate, 1e-5, max_norm=args.max_grad_norm)
 
 
 # ---- Rollout
@@ -222,8 +221,7 @@ def act(agent: Agent, games: Games, state: game.State):
     scalars = torch.stack([clock, games.last_reward], 2)
     x = torch.cat([x.float() for x in (cells, walls, joint, scalars)], 2)
     legal = seats.to_learners(env.legal_actions(state))
-    said = agent(x[:, None], legal[:, None], games.reset[:, None], games.state)
-    log_probs, value, next_state = said
+    log_probs, value, next_state = agent(x[:, None], legal[:, None], games.reset[:, None], games.state)
     return x, legal, log_probs[:, 0], value[:, 0], next_state
 
 
@@ -281,11 +279,6 @@ def rollout(state: TrainState, games: Games) -> tuple[dict, dict]:
 
 
 # ---- PPO
-def masked_mean(x, mask):
-    """[S, ...] -> [S]: the mean where mask [S, ...] holds"""
-    return (x * mask).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp(min=1)
-
-
 def make_ppo_batch(args: Args, steps: dict, real: bool = True) -> tuple[dict, dict]:
     """Steps [S, T, E, ...] -> sequences with advantages and returns; {}, no metrics. Fewer games
     than minibatches are cut into shorter sequences."""
@@ -373,25 +366,20 @@ def main(args: Args) -> None:
     writers = [hopplus_ppo.open_log(args, folder, 0) for folder in folders]
     print(folders[0])
 
-    def iterate():
-        return train_iteration(state)
-
-    steps_each = args.num_envs * args.num_steps
-    num_iterations = math.ceil(args.total_timesteps / steps_each)
-    bar = tqdm(total=num_iterations * steps_each, unit="step", unit_scale=True)
+    iterate = partial(train_iteration, state)
+    num_iterations = math.ceil(args.total_timesteps / (args.num_envs * args.num_steps))
     sums = {}
     began = time.monotonic()
-    for iteration in range(1, num_iterations + 1):
+    for iteration in tqdm(range(1, num_iterations + 1)):
         decay = 0.9 * args.anneal_lr * (iteration - 1) / num_iterations
         learning_rate = args.learning_rate * (1 - decay)
         state.optimizer.learning_rate.fill_(learning_rate)
         if iteration == 2:  # the first one warms up
             iterate = hopplus_ppo.capture(iterate, state)
-        metrics = iterate()
-        sums = {name: x + sums.get(name, 0.0) for name, x in metrics.items()}
+        sums = {name: x + sums.get(name, 0.0) for name, x in iterate().items()}
         if iteration % args.log_every and iteration < num_iterations:
             continue
-        step = iteration * steps_each
+        step = iteration * args.num_envs * args.num_steps
         speed = step / (time.monotonic() - began)
         shared = {"charts/learning_rate": learning_rate, "charts/SPS": speed}
         found = {name: x.cpu().numpy() for name, x in sums.items()}
@@ -404,9 +392,6 @@ def main(args: Args) -> None:
             bad = [name for name, x in row.items() if name.startswith("losses/") and not math.isfinite(x)]
             hopplus_ppo.refuse(bad != [], f"{bad} no number in iteration {iteration}, or since the last row")
             hopplus_ppo.log(folder, writer, step, row, {})
-        bar.set_postfix_str(f"return {returns.mean():.3f}", refresh=False)
-        bar.update(step - bar.n)
-    bar.close()
     save_checkpoint(folders[0] / "checkpoint.pt", state)
     print(f"python evaluation/adapt.py {folders[0]}")
 
