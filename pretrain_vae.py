@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 FORMAT = "pretrain_vae 11"  # of a checkpoint
 FIGURES = ("top1", "top3", "nll", "macro_f1", "recall_without_stay")
-ACTION_FIGURES = ("count", "precision", "recall", "f1")  # of each action
+ACTION_FIGURES = ("count", "share", "precision", "recall", "f1")  # of each action
 CEILINGS = ("moa/bayes", "moa/ceiling")  # who infers j's kind by Bayes' rule, who knows it
 MUST_MATCH = ("goal_kind", "goal_dim", "subgoal_hidden")  # where the networks are loaded
 MUST_MATCH += ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
@@ -547,8 +547,7 @@ def vae_losses(args: Args, networks: dict[str, Stacked], batch: Tensors) -> Tens
     losses["moa_vae"] = action_loss(args, networks["moa_prior"], batch, prior, goal)
 
     goal = sample_goal(args, posterior, posterior_noise)
-    given = torch.cat([goal, scale_history(history)], 2)
-    logits = networks["inference"](given, method="decoder")
+    logits = networks["inference"](torch.cat([goal, scale_history(history)], 2), method="decoder")
     losses["recon_cvae"] = reconstruction_loss(args.config, batch, logits)
     losses["kl_cvae"] = masked_mean(goal_kl(args, posterior, hindsight), weight)
     losses["moa_cvae"] = action_loss(args, networks["moa"], batch, posterior, goal)
@@ -606,6 +605,7 @@ def classify(probs: np.ndarray, action: np.ndarray) -> dict[str, float | np.ndar
         "macro_f1": f1[count > 0].mean(),
         "recall_without_stay": np.nanmean(np.delete(recall, STAY)),
         "count": np.bincount(action, minlength=NUM_ACTIONS),
+        "share": count / count.sum(),
         "precision": precision,
         "recall": recall,
         "f1": f1,
@@ -628,17 +628,20 @@ def write_table(folder: Path, name: str, table: dict[str, dict]) -> None:
 
 
 def draw(table: dict[str, dict]) -> Figure:
-    """Confusion matrices, whose rows sum to 1: the diagonal is the recall"""
-    figure = Figure((22, 6), layout="tight")
-    axes = figure.subplots(1, len(table))
-    for axis, (name, figures) in zip(axes, table.items(), strict=True):
+    """Confusion matrices, whose rows sum to 1; how often actions are taken, and then predicted"""
+    figure = Figure((22, 10), layout="tight")
+    axes = figure.subplot_mosaic([[*table], ["recall"] * len(table)])
+    axes["recall"].bar(ACTION_NAMES, table["moa"]["share"], color="lightgrey", label="share")
+    for name, figures in table.items():
         matrix = figures["confusion"] / np.maximum(figures["count"], 1)[:, None]
-        axis.imshow(matrix, cmap="Blues", alpha=0.6, vmin=0, vmax=1)
+        axes[name].imshow(matrix, cmap="Blues", alpha=0.6, vmin=0, vmax=1)
         for (true, predicted), value in np.ndenumerate(matrix):
-            axis.text(predicted, true, f"{value:.2f}", ha="center", va="center")
-        axis.set_xticks(range(NUM_ACTIONS), ACTION_NAMES, rotation=40)
-        axis.set_yticks(range(NUM_ACTIONS), ACTION_NAMES)
-        axis.set(title=name, xlabel="predicted", ylabel="true")
+            axes[name].text(predicted, true, f"{value:.2f}", ha="center", va="center")
+        axes[name].set_xticks(range(NUM_ACTIONS), ACTION_NAMES, rotation=40)
+        axes[name].set_yticks(range(NUM_ACTIONS), ACTION_NAMES)
+        axes[name].set(title=name, xlabel="predicted", ylabel="true")
+        axes["recall"].plot(ACTION_NAMES, figures["recall"], "o", label=f"recall of {name}")
+    axes["recall"].legend()
     return figure
 
 
@@ -756,7 +759,6 @@ def main(args: Args) -> None:
     data = trajectories([train for train, _ in games], args.num_samples)
     held_out = trajectories([others for _, others in games])
     env_steps = [int(train["acted"].any(2).sum()) for train, _ in games]
-    few = {name: x[:, :1000] for name, x in held_out.items()}
     kinds = {"prior": SubgoalPrior, "inference": SubgoalInference}  # f_psi, q_phi
     kinds |= {"moa": ActionModel, "moa_prior": ActionModel}  # given q_phi's subgoal, f_psi's
     networks = {}
@@ -788,7 +790,7 @@ def main(args: Args) -> None:
         losses = train_epoch(args, networks, optimizer, data, epoch)
         epoch += 1
         refuse(not losses["total"].isfinite().all(), f"the loss is no number in epoch {epoch}")
-        tables = measure(args, networks, few)
+        tables = measure(args, networks, {name: x[:, :1000] for name, x in held_out.items()})
         for seed, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
             row = {f"losses/{name}": float(loss[seed]) for name, loss in losses.items()}
             for predictor, figures in tables[seed].items():
@@ -813,7 +815,6 @@ def main(args: Args) -> None:
     if stop:
         print(f"python {sys.argv[0]} --resume {folders[0]}")
         sys.exit(128 + stop[0])
-
     tables = measure(args, networks, held_out)
     for folder, writer, table in zip(folders, writers, tables, strict=True):
         write_table(folder / "evaluation", "final", table)
