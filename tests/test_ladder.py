@@ -82,8 +82,7 @@ def test_where_a_bayes_hunter_goes():
     assert min(seen.values()) > 60, seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# partners.py
+# ---- partners.py
 
 
 ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".join(POPULATION)}
@@ -99,20 +98,12 @@ def make_run(folder, script=None, method="ppo-omg", **changes):
 
 @pytest.fixture
 def seated(monkeypatch):
-    """-> a list of the states that tools seat, and of who sat where in each step: [(state, kinds)]"""
+    """-> a list of the states that tools seat, and of who sat there at first: [(state, kinds)]"""
     found, own = [], runs.seat_learners
 
     def seat_learners(*given, **changes):
         state = own(*given, **changes)
-        kinds = []
-        update = state.games.seats.update
-
-        def watched(done):
-            kinds.append(state.games.seats.kinds.clone())
-            update(done)
-
-        state.games.seats.update = watched
-        found.append((state, kinds))
+        found.append((state, state.games.seats.kinds.clone()))
         return state
 
     monkeypatch.setattr(runs, "seat_learners", seat_learners)
@@ -129,28 +120,23 @@ def test_the_first_games_count_place_by_place(script, tmp_path, seated, monkeypa
     """Of each game the learner's return, in order; each place has as many"""
     config = dataclasses.replace(SMALL, steps_after_first_hunt=0)
     folder = make_run(tmp_path / "run", script, config=config)
-    ends = []
+    games = [[] for _ in range(14)]
     advance = game.StagHuntEnv.advance
 
     def watched(env, actions, *more):
         outcome = advance(env, actions, *more)
-        ends.append((outcome[2].clone(), env.final_return[:, 0].clone()))
+        for b in outcome[2].nonzero().flatten().tolist() if len(seated) == 1 else ():  # not those that are shuffled
+            games[b].append(float(env.final_return[b, 0]))
         return outcome
 
     monkeypatch.setattr(game.StagHuntEnv, "advance", watched)
     rows = play_partners(folder, games_together=6)
-    games = [[] for _ in range(14)]
-    for done, returns in ends[: len(seated[0][1])]:  # not those that are shuffled
-        for b in done.nonzero().flatten().tolist():
-            games[b].append(float(returns[b]))
     assert min(map(len, games)) >= 6 and max(map(len, games)) > 6
     expected = np.array([of_place[:6] for of_place in games]).reshape(2, 7, 6).mean(1)
-    assert [(row["seed"], row["game"]) for row in rows] == [
-        (s + rows[0]["seed"], g) for g in range(1, 7) for s in (0, 1)
-    ]
-    for row in rows:
-        seed = row["seed"] - rows[0]["seed"]
-        assert row["return"] == pytest.approx(expected[seed, row["game"] - 1])
+    for number, row in enumerate(rows):
+        seed, together = number % 2, number // 2
+        assert (row["seed"], row["game"]) == (1 + seed, 1 + together)
+        assert row["return"] == pytest.approx(expected[seed, together])
     with open(folder / "partners.csv", newline="") as file:
         assert [float(row["return"]) for row in csv.DictReader(file)] == [row["return"] for row in rows]
     assert ("shuffled" in rows[0]) == (script is hop)
@@ -163,7 +149,7 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, seate
     folder = make_run(tmp_path / "run", script, redraw=redraw)
     play_partners(folder)
     state, kinds = seated[0]
-    assert torch.equal(kinds[0], kinds[-1]) and kinds[0][:, 1].unique().tolist() == [0, 1, 2]
+    assert torch.equal(state.games.seats.kinds, kinds) and kinds[:, 1].unique().tolist() == [0, 1, 2]
     keeps = redraw != "game"
     if script is None:
         assert state.args.keep_state == keeps and state.args.state_reset_prob == 0
@@ -180,7 +166,7 @@ def test_other_partners_may_sit_in_mixed_seats(tmp_path, seated):
     folder = make_run(tmp_path / "run", hop)
     play_partners(folder, population="nearest_stag,left_stag")
     state, kinds = seated[0]
-    names = {state.games.seats.names[kind] for kind in kinds[0][:, 1].tolist()}
+    names = {state.games.seats.names[kind] for kind in kinds[:, 1].tolist()}
     assert names == {"nearest_stag", "left_stag"}
     assert (folder / "partners_nearest_stag_left_stag.csv").exists()
 
