@@ -55,11 +55,6 @@ def refused(capsys, function, *given, code=1):
 
 # ---- What a run leaves behind
 
-PPO_KEYS = {"charts/SPS", "charts/stag_share", "losses/explained_variance", "per_agent/value_loss_real/learner_2"}
-OMG_KEYS = {"moa/nll", "moa/ceiling/top1", "omg/kl", "losses/moa", "per_agent/moa_nll/learner_2"}
-HOPPLUS_KEYS = {"wm/exact_match/4", "wm/payoff_match/1", "imagined/value_mean", "losses/world_model"}
-KEYS = {"ppo": PPO_KEYS, "ppo-omg": PPO_KEYS | OMG_KEYS, "hopplus": PPO_KEYS | OMG_KEYS | HOPPLUS_KEYS}  # a few
-
 
 def folders_of(first):
     """Of a run of two seeds"""
@@ -82,7 +77,7 @@ def test_what_a_run_leaves_behind(method, trained):
         assert json.loads((folder / "args.json").read_text()) == json.loads(json.dumps(saved["args"]))
         lines = lines_of(folder)
         assert [line.pop("steps") for line in lines] == [32, 64, 96]
-        assert KEYS[method] <= lines[2].keys() and all(line.keys() == lines[0].keys() for line in lines)
+        assert all(line.keys() == lines[0].keys() for line in lines)
         events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
         for name in lines[0]:
             values = {step: line[name] for step, line in zip((32, 64, 96), lines, strict=True)}
@@ -94,8 +89,6 @@ def test_what_a_run_leaves_behind(method, trained):
         if method != "ppo":
             parts = [line["losses/moa"] + line["omg/recon"] + args.kl_coef * line["omg/kl"] for line in lines]
             assert [line["losses/opponent_models"] for line in lines] == pytest.approx(parts, rel=1e-4)
-        rates = [line["charts/learning_rate"] for line in lines]
-        assert rates == pytest.approx([args.learning_rate * x for x in (1, 0.7, 0.4)])
     one, other = (lines_of(folder)[2]["losses/value_loss"] for folder in folders_of(first))
     assert one != other, "each seed's own"
 
