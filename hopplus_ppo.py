@@ -9,7 +9,7 @@ their actions (MOA) and the world, and also learn from games that they imagine.
     torchrun --nproc-per-node 8 hopplus_ppo.py --num-envs 2048   # the games split over 8 GPUs
 
 `main` is the loop, `train_iteration` the algorithm on one page. A bonus goes into `shape_reward`, a
-layer into `ActorCritic`, a metric, a tensor [M], into what any part of an iteration returns.
+layer into `ActorCritic`, a metric, a tensor [M], into `metrics` of `train_iteration`.
 
 Axes: S seeds, E games per seed, B = S * E, N players, P prey, M learners, T steps, D numbers of a
 subgoal, K co-players, n rows of any kind. A board is uint8 [X]: the cell of each player and prey
@@ -268,7 +268,7 @@ class Stacked:
         self.params = dict(self.network.named_parameters())
         for name, x in self.network.state_dict().items():
             wrong = name not in self.params or x.shape[:1] != (1,)
-            refuse(wrong, f"{kind.__name__}.{name} {list(x.shape)} is no parameter [1, ...]")
+            refuse(wrong, f"{kind.__name__}.{name} {list(x.shape)} is no parameter [1, ...]: see Linear")
         for same in zip(*(network.parameters() for network in networks), strict=True):
             same[0].data = torch.cat([p.data for p in same])  # [1, ...] each
         self.network.to(device)
@@ -881,13 +881,14 @@ def update_history(state: TrainState, mind: Tensors, joint, done):
 # ---- Rollout
 def shape_reward(state: TrainState, payoff, mind: Tensors, joint, next_board):
     """The learner's reward for a step, real or imagined: the game's payoff [M, n], or that and your
-    bonus. mind: what it perceived before the step (`perceive`); its board is uint8 [M, n, X], itself
-    first, cell = row * width + column: .long() before you subtract. joint [M, n, N]"""
+    bonus. mind: what `perceive` and `decide` said before the step (--method ppo has no models, in
+    imagined steps MOA's own draws are played); its board is uint8 [M, n, X], itself first, cell =
+    row * width + column: .long() before you subtract. joint [M, n, N]"""
     return payoff
 
 
 def as_sample(state, mind: Tensors, joint, payoff, next_board, ended, mask) -> Tensors:
-    """One step [M, n, ...] as PPO reads it. mask: it had neither ended nor been cut before"""
+    """One step [M, n, ...] as PPO reads it. mask: it counts (not: has left, is beyond the horizon)"""
     action = joint[..., :1].long()
     return {
         **{name: mind[name] for name in POLICY_READS},
@@ -1241,7 +1242,7 @@ def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
         go_on = (~ended[:, t]).float()  # no value is taken from beyond an end
         delta = reward[:, t] + args.gamma * go_on * value[:, t + 1] - value[:, t]
         ahead = delta + args.gamma * args.gae_lambda * go_on * ahead
-        ahead = torch.where(mask[:, t], ahead, 0.0)  # beyond a cut V stands for the rest
+        ahead = torch.where(mask[:, t], ahead, 0.0)  # not counted: V stands for the rest
         advantages.append(ahead)
     value = value[:, :-1]
     advantage = torch.stack(advantages[::-1], 1)
@@ -1553,7 +1554,7 @@ def load_checkpoint(run: str, made_by: str) -> dict:
             raise ValueError("its checksum is wrong")
         saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         found = saved["format"]
-    except Exception as error:  # whatever these make of a file
+    except Exception as error:
         refuse(True, f"{path} is damaged or no checkpoint: {str(error).partition(os.linesep)[0]}")
     refuse(found != made_by, f"{path} is a checkpoint of {found}, not of {made_by}")
     return saved | {"folder": path.absolute().parent}
@@ -1722,14 +1723,14 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # tensors are small: a second thread brings 20 to 30 %
+        torch.set_num_threads(1)  # tensors are small
     try:
         args = parse_args()
     except ValueError as error:  # the game's, about wrong flags
         refuse(True, str(error))
     try:
         main(args)
-    except OSError as error:  # a full disk, a folder that cannot be written
+    except OSError as error:  # a full disk, say
         refuse(True, f"cannot write: {error}")
     if dist.is_initialized():
         dist.destroy_process_group()

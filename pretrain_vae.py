@@ -164,7 +164,7 @@ class Stacked:
         self.params = dict(self.network.named_parameters())
         for name, x in self.network.state_dict().items():
             wrong = name not in self.params or x.shape[:1] != (1,)
-            refuse(wrong, f"{kind.__name__}.{name} {list(x.shape)} is no parameter [1, ...]")
+            refuse(wrong, f"{kind.__name__}.{name} {list(x.shape)} is no parameter [1, ...]: see Linear")
         for same in zip(*(network.parameters() for network in networks), strict=True):
             same[0].data = torch.cat([p.data for p in same])  # [1, ...] each
         self.network.to(device)
@@ -696,7 +696,7 @@ def load_checkpoint(run: str, made_by: str) -> dict:
             raise ValueError("its checksum is wrong")
         saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         found = saved["format"]
-    except Exception as error:  # whatever these make of a file
+    except Exception as error:
         refuse(True, f"{path} is damaged or no checkpoint: {str(error).partition(os.linesep)[0]}")
     refuse(found != made_by, f"{path} is a checkpoint of {found}, not of {made_by}")
     return saved | {"folder": path.absolute().parent}
@@ -829,12 +829,12 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # tensors are small: a second thread brings 20 to 30 %
+        torch.set_num_threads(1)  # tensors are small
     try:
         args = parse_args()
     except ValueError as error:  # the game's, about wrong flags
         refuse(True, str(error))
     try:
         main(args)
-    except OSError as error:  # a full disk, a folder that cannot be written
+    except OSError as error:  # a full disk, say
         refuse(True, f"cannot write: {error}")
