@@ -314,31 +314,17 @@ def test_a_run_is_extended(short_run, monkeypatch):
     assert load(short_run)["iteration"] == 6
 
 
-def load_copy(path, monkeypatch, edit=str):
-    """edit: text -> text"""
-    path.write_text(edit(Path(hop.__file__).read_text()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_copy_goes_on_with_a_run_and_another_script_does_not(short_run, tmp_path, capsys, monkeypatch):
     line = refused(capsys, lambda: parse(monkeypatch, hopplus_mcts, "--resume", short_run))
     assert f"is a checkpoint of {hop.FORMAT}, not of {hopplus_mcts.FORMAT}" in line
-    words = ("--resume", short_run, "--total-timesteps", "128")
-    same = load_copy(tmp_path / "same.py", monkeypatch)
-    same.main(parse(monkeypatch, same, *words))
+    path = Path(shutil.copy(hop.__file__, tmp_path / "same.py"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    same = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, same)
+    spec.loader.exec_module(same)
+    same.main(parse(monkeypatch, same, "--resume", short_run, "--total-timesteps", "128"))
     saved = load(short_run)
     assert saved["iteration"] == 4 and saved["script"] == "same.py"
-    wider = load_copy(
-        tmp_path / "wider.py",
-        monkeypatch,
-        lambda text: text.replace("self.critic = Linear(hidden, 1)", "self.critic = Linear(hidden, 2)"),
-    )
-    line = refused(capsys, lambda: wider.main(parse(monkeypatch, wider, *words[:3], "160")))
-    assert line == ("error: the checkpoint does not fit: networks.policy.critic.weight is [6, 8, 1], here [6, 8, 2]")
 
 
 def test_learners_start_from_pretrained_weights(trained, tmp_path, monkeypatch, capsys):
