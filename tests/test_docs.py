@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 import shlex
@@ -13,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import stag_hunt_env
-from evaluation import evaluate
+from evaluation import evaluate, runs
 from stag_hunt_env import StagHuntConfig
 
 import pytest
@@ -50,11 +49,7 @@ def edited(name: str):
     if name in EDITS:
         diff = edits("docs/editing.md")[name]
         subprocess.run(["git", "apply", "-"], input=diff, cwd=path.parent, text=True, check=True)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return runs.load_script(path)
 
 
 def check_cnn(script, state, last):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo as hop
+from evaluation.runs import load_script
 from stag_hunt_env import StagHuntEnv
 
 import pytest
@@ -317,11 +317,7 @@ def test_a_run_is_extended(short_run, monkeypatch):
 def test_a_copy_goes_on_with_a_run_and_another_script_does_not(short_run, tmp_path, capsys, monkeypatch):
     line = refused(capsys, lambda: parse(monkeypatch, hopplus_mcts, "--resume", short_run))
     assert f"is a checkpoint of {hop.FORMAT}, not of {hopplus_mcts.FORMAT}" in line
-    path = Path(shutil.copy(hop.__file__, tmp_path / "same.py"))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    same = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, same)
-    spec.loader.exec_module(same)
+    same = load_script(Path(shutil.copy(hop.__file__, tmp_path / "same.py")))
     same.main(parse(monkeypatch, same, "--resume", short_run, "--total-timesteps", "128"))
     saved = load(short_run)
     assert saved["iteration"] == 4 and saved["script"] == "same.py"
