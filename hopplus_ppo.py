@@ -888,7 +888,7 @@ def shape_reward(state: TrainState, payoff, mind: Tensors, joint, next_board):
 
 
 def as_sample(state, mind: Tensors, joint, payoff, next_board, ended, mask) -> Tensors:
-    """One step [M, n, ...] as PPO reads it. mask: it counts (not: has left, is beyond the horizon)"""
+    """A step [M, n, ...] for PPO. mask: does it count? (not: has left, is beyond the horizon)"""
     action = joint[..., :1].long()
     return {
         **{name: mind[name] for name in POLICY_READS},
