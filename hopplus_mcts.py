@@ -179,7 +179,7 @@ FOR_TWO_CORES |= {"subgoal_updates": 1, "wm_updates": 2, "pretraining_updates": 
 FOR_TWO_CORES |= {"subgoal_batch_size": 8, "wm_batch_size": 256}
 FOR_TWO_CORES |= {"num_simulations": 8, "num_trees": 1}
 FEW_SEARCHES = {"num_envs": 64, "total_timesteps": 40_000, "subgoal_updates": 2}
-FEW_GAMES = {"num_envs": 64, "learning_rate": 2e-3, "num_minibatches": 16, "watched_starts": 0.85}
+FEW_GAMES = {"num_envs": 64, "learning_rate": 2e-3, "watched_starts": 0.85}
 NO_HARES = {"num_envs": 1024, "learning_rate": 2e-4}  # else PPO may end with hares
 TRAINING = {  # ppo-omg as ppo; large: more than 16 cells, where that differs
     ("ppo", "cuda", "small"): NO_HARES | {"total_timesteps": 4_000_000},
@@ -1561,8 +1561,8 @@ def measure_horizon(state: TrainState, steps: Tensors) -> Tensors:
         count = valid.sum(1)
         trusted = trusted & ((valid & right & paid).sum(1) >= args.trust_exact_match * count)
         horizon += trusted
-        metrics[f"wm/exact_match/{k + 1}"] = (valid & right).sum(1) / count.clamp(min=1)
-        metrics[f"wm/payoff_match/{k + 1}"] = (valid & paid).sum(1) / count.clamp(min=1)
+        metrics[f"wm/exact_match/{k + 1}"] = (valid & right).sum(1) / count
+        metrics[f"wm/payoff_match/{k + 1}"] = (valid & paid).sum(1) / count
         valid = valid & ~now["done"]
     state.horizon.copy_(torch.where(anybody, horizon, state.horizon))  # else nothing was measured
     unknown = (steps["payoff"][..., None] - world.network.payoffs).abs().amin(3)
@@ -1834,7 +1834,7 @@ def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, 
     learns = [name == "learner" for name in game.seats_table(args.seats, len(returns))]
     row = {
         "charts/episodic_return": returns[learns].mean(),
-        "charts/episodic_length": metrics["games/length"][seed][0] / ended,
+        "charts/length": metrics["games/length"][seed][0] / ended,
         "charts/stag_share": metrics["games/stag"][seed].mean() / ended,
         "charts/hare_share": metrics["games/hare"][seed].mean() / ended,
         "per_agent/return_gap": np.ptp(returns[learns]),
@@ -2113,7 +2113,7 @@ def main(args: Args) -> None:
         if log_due:
             for x in state.sums.values():
                 x.zero_()
-            speed = {"charts/SPS": step / seconds, "charts/learning_rate": learning_rate}
+            speed = {"time/SPS": step / seconds, "charts/learning_rate": learning_rate}
             speed |= {"time/training": seconds, "time/ready": ready}
             for (_, begin), (stage, end) in itertools.pairwise(state.times):
                 passed = end - begin if device.type == "cpu" else begin.elapsed_time(end) / 1000

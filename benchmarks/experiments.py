@@ -179,7 +179,7 @@ def count_time(args: Args, run: Run, flags: dict, lines: list[dict]) -> None:
     for line in lines:
         iterations = line["steps"] // (flags["num_envs"] * flags["num_steps"])
         watched = watched_steps(flags, iterations) if run.script != GRU else 0
-        line["seconds"] = line["steps"] / line["charts/SPS"]
+        line["seconds"] = line["steps"] / line["time/SPS"]
         line["all_steps"] = steps_before + watched + line["steps"]
         line["all_seconds"] = ready + line["seconds"]
 

@@ -213,7 +213,7 @@ def lines_of(folder):
 
 
 def without_times(lines):
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "charts/SPS"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 def same_tree(a, b):

@@ -160,7 +160,7 @@ def test_a_section_from_its_runs_to_its_table(tmp_path, monkeypatch, capsys):
     seconds = sum(float((folder / f"{number}.seconds").read_text()) for number in (0, 1))
     ready = float(re.search(r"ready after ([\d.]+) s", (folder / "2.log").read_text())[1])
     line = helpers.lines_of(next((folder / "2").glob("*__1__*")))[0]
-    expected = seconds + ready + line["steps"] / line["charts/SPS"]
+    expected = seconds + ready + line["steps"] / line["time/SPS"]
     assert float(curve[0]["all_seconds"]) == pytest.approx(expected, rel=1e-3) and seconds > 0
     rows = [row for row in tables.read(docs, "time") if row["run"] == "two"]
     assert all(0 < float(row["before/top1"]) < 1 and 0 <= float(row["after/probe"]) <= 1 for row in rows)

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 TORCH = ".".join(torch.__version__.split(".")[:2])
 STORED = HERE / "golden" / f"{platform.machine()}-torch{TORCH}.json"
 OF_CI = "x86_64-torch2.13.json"  # may not be missing
-NOT_COMPARED = ("time/", "charts/SPS")
+NOT_COMPARED = "time/"
 
 TINY = {
     "device": "cpu",

@@ -220,4 +220,4 @@ def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(m
     resume(folder)
     lines = lines_of(folder)
     assert [line["time/training"] for line in lines] == pytest.approx([2, 4, 6, 8, 10, 12])
-    assert [line["charts/SPS"] for line in lines] == pytest.approx([16] * 6)
+    assert [line["time/SPS"] for line in lines] == pytest.approx([16] * 6)

@@ -381,7 +381,7 @@ def main(args: Args) -> None:
             continue
         step = iteration * args.num_envs * args.num_steps
         speed = step / (time.monotonic() - began)
-        shared = {"charts/learning_rate": learning_rate, "charts/SPS": speed}
+        shared = {"charts/learning_rate": learning_rate, "time/SPS": speed}
         found = {name: x.cpu().numpy() for name, x in sums.items()}
         sums = {}
         returns = found.pop("games/return")[:, seat] / found.pop("games/ended")[:, seat]
