@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FORMAT = "hopplus_mcts 18"  # of a checkpoint
+FORMAT = "hopplus_mcts 18"
 PRETRAINED = {"vae_checkpoint": "pretrain_vae 11", "world_model_checkpoint": "pretrain_world_model 11"}
 
 Tensors = dict[str, Tensor]
@@ -245,6 +245,7 @@ def check(args: Args) -> None:
     refuse(args.goal_kind == "discrete" and args.goal_dim < 2, "discrete needs --goal-dim 2")
     loads = args.vae_checkpoint or args.world_model_checkpoint
     refuse(loads and not args.has_models, "a pretrained model that nothing reads: see --subgoals")
+    refuse(args.ppo_real_ratio == 0 and args.critic_data == "real", "the critic has no data")
     hop = args.subgoals == "hop"
     two = (args.goal_kind, args.goal_dim) == ("discrete", 2)
     refuse(hop and not two, "--subgoals hop needs --goal-kind discrete --goal-dim 2")
@@ -591,7 +592,7 @@ NETWORKS = {
     "prior": SubgoalPrior,  # f_psi
     "inference": SubgoalInference,  # q_phi
     "moa": ActionModel,
-    "moa_prior": ActionModel,  # in preparation: MOA given f_psi's subgoal
+    "moa_prior": ActionModel,  # given f_psi's subgoal
     "world": WorldModel,
 }
 
@@ -751,7 +752,7 @@ class TrainState:
         torch.manual_seed(seed + 194 if pretraining else seed)
         self.games = Games(args, device, watch=pretraining)
         self.env = self.games.env
-        self.watched = None  # games of rule-based players: the models must not forget them
+        self.watched = None  # rule-based games: the models must not forget them
         if args.has_models and args.offline_ratio > 0 and not pretraining:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed + 97)
@@ -1830,7 +1831,7 @@ def moa_metrics(state: TrainState, steps: Tensors) -> Tensors:
 def log_row(args: Args, metrics: dict[str, np.ndarray], seed: int) -> dict[str, float]:
     """Of one seed: of games, means over those that ended; of the rest, over its learners"""
     ended = metrics["games/ended"][seed][0] or math.nan
-    returns = metrics["games/return"][seed] / ended  # [N]
+    returns = metrics["games/return"][seed] / ended
     learns = [name == "learner" for name in game.seats_table(args.seats, len(returns))]
     row = {
         "charts/episodic_return": returns[learns].mean(),

@@ -124,6 +124,7 @@ OF_THE_SCRIPT = [  # one for each kind of check
     ("--method ppo --vae-checkpoint vae.pt", "a pretrained model that nothing reads"),
     ("--method ppo --world-model-checkpoint wm.pt", "a pretrained model that nothing reads"),
     ("--device cuda", "--device cuda: no GPU here"),
+    ("--ppo-real-ratio 0 --critic-data real", "the critic has no data"),
     ("--num-minibatches 9999", "more minibatches than samples"),
     ("--seats random,random,random,random", "nobody learns"),
     ("--seats learner,learner,learner,waiting", "unknown players ['waiting']"),
