@@ -745,6 +745,7 @@ class TrainState:
         self.horizon = torch.zeros(m, dtype=torch.int64, device=device)  # of imagination
         self.sums = {}  # of metrics, since the last row in the logs
         self.times = []  # when the stages of the last iteration ended
+        self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def state_dict(self) -> dict:
         saved = {
@@ -1140,27 +1141,29 @@ def measure_horizon(state: TrainState, steps: Tensors) -> Tensors:
     args = state.args
     world = state.networks["world"]
     stride = math.ceil(steps["done"].shape[2] / 1024)
-    imagined = steps["board"][:, 0, ::stride]
-    valid = right = paid = on_board(args.config, imagined)
-    trusted = anybody = valid.any(1)
-    horizon = torch.zeros_like(state.horizon)
-    metrics = {}
-    for k in range(min(args.imagination_horizon, args.num_steps)):
-        now = {name: x[:, k, ::stride] for name, x in steps.items()}
-        valid = valid & on_board(args.config, now["board"])
-        imagined, predicted = world(imagined.float(), now["joint"], method="predict")
-        right = right & (imagined == now["next_board"]).all(2)
-        paid = paid & ((predicted - now["payoff"]).abs() < 0.01)
-        count = valid.sum(1)
-        trusted = trusted & ((valid & right & paid).sum(1) >= args.trust_exact_match * count)
-        horizon += trusted
-        metrics[f"wm/exact_match/{k + 1}"] = (valid & right).sum(1) / count
-        metrics[f"wm/payoff_match/{k + 1}"] = (valid & paid).sum(1) / count
-        valid = valid & ~now["done"]
-    state.horizon.copy_(torch.where(anybody, horizon, state.horizon))  # else nothing was measured
+    length = min(args.imagination_horizon, args.num_steps)
+    boards, payoffs = [steps["board"][:, 0, ::stride]], []
+    for joint in steps["joint"][:, :length, ::stride].unbind(1):
+        board, payoff = world(boards[-1].float(), joint, method="predict")
+        boards.append(board)
+        payoffs.append(payoff)
+    real = {name: x[:, :length, ::stride] for name, x in steps.items()}  # [M, k, games, ...]
+    over = F.pad(real["done"], (0, 0, 1, 0))[:, :-1].cumsum(1)
+    valid = on_board(args.config, real["board"]) & (over == 0)
+    right = (torch.stack(boards[1:], 1) == real["next_board"]).all(3)
+    paid = (torch.stack(payoffs, 1) - real["payoff"]).abs() < 0.01
+    right, paid = (x.cumprod(1) * valid for x in (right, paid))
+    count = valid.sum(2)  # [M, k]
+    trusted = (right * paid).sum(2) >= args.trust_exact_match * count
+    anybody = count[:, 0] > 0  # else nothing was measured
+    horizon = trusted.cumprod(1).sum(1) * anybody
+    state.horizon.copy_(torch.where(anybody, horizon, state.horizon))
     unknown = (steps["payoff"][..., None] - world.network.payoffs).abs().amin(3)
-    metrics["wm/unknown_reward"] = unknown.flatten(1).amax(1)
-    return metrics | {"wm/horizon": horizon.float()}
+    metrics = {"wm/horizon": horizon.float(), "wm/unknown_reward": unknown.flatten(1).amax(1)}
+    for name, x in {"exact": right, "payoff": paid}.items():
+        matches = (x.sum(2) / count).unbind(1)
+        metrics |= {f"wm/{name}_match/{k}": match for k, match in enumerate(matches, 1)}
+    return metrics
 
 
 def imagined_step(state: TrainState, situation: Tensors, joint) -> Tensors:
@@ -1237,16 +1240,15 @@ def imagine(state: TrainState) -> Tensors:
 def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
     """Steps [M, T, E, ...] -> [M, T*E, ...] with GAE's advantages, returns, weights; metrics [M]"""
     value, reward, ended, mask = (steps[name] for name in ("value", "reward", "ended", "mask"))
-    advantages = []
-    ahead = torch.zeros_like(reward[:, 0])
+    go_on = (~ended).float()  # no value is taken from beyond an end
+    delta = reward + args.gamma * go_on * value[:, 1:] - value[:, :-1]
+    kept = args.gamma * args.gae_lambda * go_on
+    advantages = [torch.zeros_like(reward[:, 0])]
     for t in reversed(range(reward.shape[1])):
-        go_on = (~ended[:, t]).float()  # no value is taken from beyond an end
-        delta = reward[:, t] + args.gamma * go_on * value[:, t + 1] - value[:, t]
-        ahead = delta + args.gamma * args.gae_lambda * go_on * ahead
-        ahead = torch.where(mask[:, t], ahead, 0.0)  # not counted: V stands for the rest
-        advantages.append(ahead)
+        ahead = delta[:, t] + kept[:, t] * advantages[-1]
+        advantages.append(torch.where(mask[:, t], ahead, 0.0))  # not counted: V stands for the rest
     value = value[:, :-1]
-    advantage = torch.stack(advantages[::-1], 1)
+    advantage = torch.stack(advantages[:0:-1], 1)
     returns = advantage + value
     batch = {name: steps[name] for name in (*POLICY_READS, "action", "log_prob", "reward")}
     batch |= {"advantage": advantage, "returns": returns, "value": value}
@@ -1296,6 +1298,7 @@ def ppo_loss(args: Args, policy: Stacked, mb: Tensors) -> tuple[Tensor, Tensors]
 def ppo_update(state: TrainState, batch: Tensors) -> Tensors:
     """PPO on samples [M, n, ...] -> metrics [M]"""
     args = state.args
+    batch = {name: x for name, x in batch.items() if name not in ("reward", "value")}
     if state.device.type == "cpu":  # where shapes may change: without rows that count for nobody
         mask = batch["weight"] > 0
         most = max(args.num_minibatches, int(mask.sum(1).max()))
@@ -1324,11 +1327,13 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     if args.has_models:
         metrics |= moa_metrics(state, steps)
         state.games.push(steps)
-    if args.has_world:
-        metrics |= measure_horizon(state, steps)  # on fresh steps, before they are trained on
-        metrics |= train_model(state, "world_model", world_model_losses, args.wm_updates)
+    with beside(state):
+        if args.has_world:
+            metrics |= measure_horizon(state, steps)  # on fresh steps, before they are trained on
+            metrics |= train_model(state, "world_model", world_model_losses, args.wm_updates)
     if args.has_models:
         metrics |= train_model(state, "opponent_models", opponent_losses, args.subgoal_updates)
+    wait_beside(state)
     record_time(state, "models")
 
     batch, real_metrics = make_ppo_batch(args, steps, real=True)
@@ -1349,6 +1354,19 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     return samples
 
 
+def beside(state: TrainState):
+    """A GPU does what is called in here at the same time as what follows, up to `wait_beside`"""
+    if state.beside is None:
+        return contextlib.nullcontext()
+    state.beside.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(state.beside)
+
+
+def wait_beside(state: TrainState) -> None:
+    if state.beside is not None:
+        torch.cuda.current_stream().wait_stream(state.beside)
+
+
 def add_metrics(state: TrainState, metrics: Tensors) -> None:
     """To the sums since the last row, with their number; in place, where a CUDA graph looks"""
     for name, x in metrics.items():
@@ -1357,8 +1375,12 @@ def add_metrics(state: TrainState, metrics: Tensors) -> None:
             wrong = not name.startswith("games/") and shape != list(state.horizon.shape)
             refuse(wrong, f"metric {name} is {shape}, not [M] = {list(state.horizon.shape)}")
             state.sums[name] = torch.zeros(2, *shape, device=state.device)
-        there = x.isfinite()
-        state.sums[name] += torch.stack([torch.where(there, x.float(), 0.0), there.float()])
+    flat = torch.cat([x.float().flatten() for x in metrics.values()])
+    there = flat.isfinite()
+    flat = torch.stack([torch.where(there, flat, 0.0), there.float()])
+    sums = [state.sums[name] for name in metrics]
+    new = flat.split([x.numel() for x in metrics.values()], 1)
+    torch._foreach_add_(sums, [x.view_as(total) for x, total in zip(new, sums, strict=True)])
 
 
 def read_metrics(state: TrainState) -> dict[str, np.ndarray]:

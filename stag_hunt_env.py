@@ -351,7 +351,7 @@ class StagHuntEnv:
         ended = done[:, None]
         total = self.episode_return + reward
         self.episode_return.copy_(total.masked_fill(ended, 0.0))
-        self.final_return.copy_(torch.where(ended, total, self.final_return))
+        torch.where(ended, total, self.final_return, out=self.final_return)
         dealt = self._deal(uniform)
         place = (self._dealt + torch.arange(self._deals_per_step, device=self.device)) % self.num_envs
         states = self.state, self.final_state, self._next, reached, dealt
@@ -359,8 +359,8 @@ class StagHuntEnv:
             if name == "walls" and not self.config.max_wall_pieces:
                 continue
             rows = done if x.dim() == 1 else ended
-            last.copy_(torch.where(rows, x, last))
-            now.copy_(torch.where(rows, upcoming, x))
+            torch.where(rows, x, last, out=last)
+            torch.where(rows, upcoming, x, out=now)
             if name in ("position", "prey_position", "walls"):  # the others always begin the same
                 upcoming[place] = new
         self._dealt.copy_((self._dealt + self._deals_per_step) % self.num_envs)
