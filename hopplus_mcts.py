@@ -383,7 +383,7 @@ class BoardEncoder(nn.Module):
         row = self.lookup[self.entity, cells[..., :1], cells]
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
-            one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter(2, row, 1.0)
+            one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
             x = SumRows.apply(table, row)
@@ -472,6 +472,7 @@ class WorldModel(nn.Module):
         target = F.pad(around[:, moves], (0, 1), value=gone)
         tables = {"around": around, "near": near, "moves": moves, "target": target}
         tables |= {"prey": torch.tensor(prey).long(), "payoffs": torch.tensor([*config.payoffs()])}
+        tables |= {"inside": (around < gone).float(), "acts": torch.eye(NUM_ACTIONS)}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
@@ -494,14 +495,15 @@ class WorldModel(nn.Module):
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         near = self.near[cell[..., None], cells[:, :, None]]  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
-        seen = seen.scatter_add(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
+        seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
         around = self.around[cell]  # [M, n, N, 9]
-        inside = around < self.gone
+        inside = self.inside[cell]
         walls = F.pad(board[..., self.entities :].expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        x = torch.cat([F.one_hot(joint, NUM_ACTIONS), seen, blocked * inside, inside], 3)
-        x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
+        nothing = board.new_zeros(*joint.shape, self.padding)
+        x = torch.cat([self.acts[joint], seen, blocked * inside, inside, nothing], 3)
+        x = self.trunk(x.to(board.dtype).flatten(1, 2)).relu_()  # [M, n * N, hidden]
 
         outcome = self.outcome_head(x).view(*joint.shape, NUM_ACTIONS, 6)
         outcome = outcome.take_along_dim(joint[..., None, None], 3)[..., 0, :]
@@ -510,7 +512,8 @@ class WorldModel(nn.Module):
         taken = self.prey_head(x).view(joint.shape)
         action = joint[..., 0]
         party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
-        hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
+        first_hunt = HUNT_STAG * (1 - self.players) - 1
+        hunt = action * self.players + party + first_hunt
         payoff = self.payoff_head(x[:, :: self.players])
         case = torch.where(action >= HUNT_STAG, hunt, action)[..., None, None]
         payoff = payoff.view(*action.shape, self.payoff_cases, -1).take_along_dim(case, 2)[:, :, 0]
@@ -568,8 +571,9 @@ class ActorCritic(nn.Module):
     def inputs(self, board, clock, last_joint):
         """[M, n, X], [M, n], [M, n, N] -> [M, n, _]"""
         acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2) * self.reads_actions
-        rest = F.pad(torch.cat([clock[..., None], acts], 2), (self.padding, 0))
-        return torch.cat([self.encoder(board.to(clock.dtype)), rest], 2)
+        nothing = clock.new_zeros(*clock.shape, self.padding)
+        rest = nothing, clock[..., None], acts.to(clock.dtype)
+        return torch.cat([self.encoder(board.to(clock.dtype)), *rest], 2)
 
     def heads(self, inputs, goals):
         x = self.trunk(torch.cat([inputs, goals], 2)).relu_()
@@ -1095,8 +1099,8 @@ def update_best(args: Args, tree: Tree, changed) -> None:
 
 def draw(probs, uniform):
     """[..., 7], [...] -> the action whose stretch of [0, 1) holds `uniform`"""
-    *below, total = itertools.accumulate(probs.unbind(-1))
-    return sum(edge <= uniform * total for edge in below)
+    edges = probs.cumsum(-1)
+    return (edges[..., :-1] <= uniform[..., None] * edges[..., -1:]).sum(-1)
 
 
 def env_transition(games: Games, board, joint):

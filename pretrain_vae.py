@@ -242,7 +242,7 @@ class BoardEncoder(nn.Module):
         row = self.lookup[self.entity, cells[..., :1], cells]
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
-            one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter(2, row, 1.0)
+            one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
             x = SumRows.apply(table, row)

@@ -206,6 +206,7 @@ class WorldModel(nn.Module):
         target = F.pad(around[:, moves], (0, 1), value=gone)
         tables = {"around": around, "near": near, "moves": moves, "target": target}
         tables |= {"prey": torch.tensor(prey).long(), "payoffs": torch.tensor([*config.payoffs()])}
+        tables |= {"inside": (around < gone).float(), "acts": torch.eye(NUM_ACTIONS)}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
@@ -228,14 +229,15 @@ class WorldModel(nn.Module):
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         near = self.near[cell[..., None], cells[:, :, None]]  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
-        seen = seen.scatter_add(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
+        seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
         around = self.around[cell]  # [M, n, N, 9]
-        inside = around < self.gone
+        inside = self.inside[cell]
         walls = F.pad(board[..., self.entities :].expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        x = torch.cat([F.one_hot(joint, NUM_ACTIONS), seen, blocked * inside, inside], 3)
-        x = self.trunk(F.pad(x, (0, self.padding)).flatten(1, 2)).relu_()  # [M, n * N, hidden]
+        nothing = board.new_zeros(*joint.shape, self.padding)
+        x = torch.cat([self.acts[joint], seen, blocked * inside, inside, nothing], 3)
+        x = self.trunk(x.to(board.dtype).flatten(1, 2)).relu_()  # [M, n * N, hidden]
 
         outcome = self.outcome_head(x).view(*joint.shape, NUM_ACTIONS, 6)
         outcome = outcome.take_along_dim(joint[..., None, None], 3)[..., 0, :]
@@ -244,7 +246,8 @@ class WorldModel(nn.Module):
         taken = self.prey_head(x).view(joint.shape)
         action = joint[..., 0]
         party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
-        hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
+        first_hunt = HUNT_STAG * (1 - self.players) - 1
+        hunt = action * self.players + party + first_hunt
         payoff = self.payoff_head(x[:, :: self.players])
         case = torch.where(action >= HUNT_STAG, hunt, action)[..., None, None]
         payoff = payoff.view(*action.shape, self.payoff_cases, -1).take_along_dim(case, 2)[:, :, 0]
