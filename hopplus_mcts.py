@@ -372,15 +372,18 @@ class BoardEncoder(nn.Module):
         rows = own + cells + len(kinds)
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("entity", torch.arange(len(kinds)), persistent=False)
+        self.places = cells + 1
+        first = self.places**2 * torch.arange(len(kinds))  # of an entity in the flat lookup
+        self.register_buffer("first", first, persistent=False)
         self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
         self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board):
         """float [M, n, X] -> [M, n, hidden]"""
-        cells = board[..., : len(self.entity)].long()
-        row = self.lookup[self.entity, cells[..., :1], cells]
+        cells = board[..., : len(self.first)].long()
+        place = torch.add(cells, cells[..., :1], alpha=self.places)
+        row = self.lookup.take(self.first + place)
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
@@ -388,7 +391,7 @@ class BoardEncoder(nn.Module):
         else:
             x = SumRows.apply(table, row)
         if self.walls is not None:
-            x = x + self.walls(board[..., len(self.entity) :])
+            x = x + self.walls(board[..., len(self.first) :])
         return self.mix(x.relu()).relu_()
 
 
@@ -493,7 +496,8 @@ class WorldModel(nn.Module):
         cells = board[..., : self.entities].long()
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
-        near = self.near[cell[..., None], cells[:, :, None]]  # [M, n, N, N + P]
+        place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
+        near = self.near.take(place)  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
@@ -638,7 +642,7 @@ def goal_kl(args: Args, q, p):
 
 # ---- Learners and their games
 REPLAYED = ("board", "clock", "first_hunt", "last_joint", "joint", "payoff", "next_board", "done")
-REPLAYED += ("history", "reset")
+REPLAYED += ("reset", "history")
 
 
 class Games:
@@ -697,9 +701,11 @@ class Games:
             step = torch.arange(rollouts * steps, device=device)[:, None]
         column = (column * games).long()
         learner = torch.arange(m, device=device)[:, None, None]
-        place = (first + step // steps) % self.rollouts, learner, step % steps, column
-        sample = {name: self.replay[name][place] for name in REPLAYED if name != "history"}
-        sample["history"] = self.replay["history"][first, learner, 0, column]
+        ring = (first + step // steps) % self.rollouts
+        place = ((ring * m + learner) * steps + step % steps) * games + column
+        sample = {name: self.replay[name].flatten(0, 3)[place] for name in REPLAYED[:-1]}
+        begin = (first * m + learner) * games + column
+        sample["history"] = self.replay["history"].flatten(0, 3)[begin]
         newest = first == (self.pushed - 1) % self.rollouts
         sample["done"] |= newest & (step == steps - 1)
         done = sample["done"].long()
@@ -1017,7 +1023,7 @@ def select_action(args: Args, visits, returns, log_probs, value):
         q = completed_q(visits, returns, log_probs, value)
         improved = (log_probs + q_transform(args, visits, q)).softmax(-1)
         score = improved - visits / (1 + count)
-    return torch.where(log_probs > ILLEGAL / 2, score, -torch.inf).argmax(-1)
+    return score.masked_fill_(log_probs <= ILLEGAL / 2, -torch.inf).argmax(-1)
 
 
 @functools.cache
@@ -1151,8 +1157,7 @@ def search(state: TrainState, root: Tensors, posterior, noise) -> Tree:
     legal = tree.nodes["log_probs"][:, :, 0] > ILLEGAL / 2
     allowed = torch.ones_like(legal[..., :1])
     due = sequential_halving(simulations, state.device)[legal.sum(2)]  # [M, n, simulations]
-    learner = torch.arange(m, device=state.device)[:, None]
-    row = torch.arange(n, device=state.device)
+    first = (spare + 1) * torch.arange(m * n, device=state.device).view(m, n)
     for k in range(simulations):
         # Select: each node knows what to try next.
         if args.planner == "one-step":
@@ -1173,7 +1178,8 @@ def search(state: TrainState, root: Tensors, posterior, noise) -> Tree:
         record_time(state, "select")
 
         # Expand: what the co-players do, and where that leads.
-        node = {name: x[learner, row, parent[..., 0]] for name, x in tree.nodes.items()}
+        place = first + parent[..., 0]
+        node = {name: x.flatten(0, 2)[place] for name, x in tree.nodes.items()}
         others = draw(node["others_probs"], uniform[k])
         new = expand(state, node, torch.cat([action.gather(2, last), others], 2))
         record_time(state, "expand")
@@ -1614,15 +1620,15 @@ def imagine(state: TrainState) -> Tensors:
     windows = sample_replays(state, args.watched_starts, num_windows, rollouts=1)
     _, seen, _ = views(state.env, windows["board"].flatten(1, 2))
     windows["history"] = encode_history(state, windows, seen)[1]  # by the present q_phi
-    starts = {name: windows[name].flatten(1, 2) for name in SITUATION}
-    present = on_board(args.config, starts["board"])
+    starts = {name: windows[name].flatten(0, 2) for name in SITUATION}  # [M * T * windows, ...]
+    present = on_board(args.config, windows["board"]).flatten(1)
     there_first = present.byte().argsort(dim=1, descending=True, stable=True)
     num_present = present.sum(1, keepdim=True)
-    learner = torch.arange(m, device=state.device)[:, None]
+    first = present.shape[1] * torch.arange(m, device=state.device)[:, None]
 
     def draw_starts():
         index = (torch.rand(m, rows, device=state.device) * num_present).long()
-        return learner, there_first.gather(1, index)
+        return first + there_first.gather(1, index)
 
     place = draw_starts()
     situation = {name: x[place] for name, x in starts.items()}
@@ -1645,9 +1651,9 @@ def imagine(state: TrainState) -> Tensors:
         restart = ended | ~mask
         place = draw_starts()
         for name, x in starts.items():
-            anew = restart.view(*restart.shape, *[1] * (x.dim() - 2))
+            anew = restart.view(*restart.shape, *[1] * (x.dim() - 1))
             situation[name] = torch.where(anew, x[place], new[name])
-        age = torch.where(restart, 0, age + 1)
+        age = (age + 1).masked_fill_(restart, 0)
     return {**stack_steps(steps), "value": torch.stack(values, 1)}
 
 
@@ -1661,7 +1667,7 @@ def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
     advantages = [torch.zeros_like(reward[:, 0])]
     for t in reversed(range(reward.shape[1])):
         ahead = delta[:, t] + kept[:, t] * advantages[-1]
-        advantages.append(torch.where(mask[:, t], ahead, 0.0))  # not counted: V stands for the rest
+        advantages.append(ahead * mask[:, t])  # where not counted, V stands for the rest
     value = value[:, :-1]
     advantage = torch.stack(advantages[:0:-1], 1)
     returns = advantage + value

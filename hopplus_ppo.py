@@ -336,15 +336,18 @@ class BoardEncoder(nn.Module):
         rows = own + cells + len(kinds)
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.register_buffer("entity", torch.arange(len(kinds)), persistent=False)
+        self.places = cells + 1
+        first = self.places**2 * torch.arange(len(kinds))  # of an entity in the flat lookup
+        self.register_buffer("first", first, persistent=False)
         self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
         self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board):
         """float [M, n, X] -> [M, n, hidden]"""
-        cells = board[..., : len(self.entity)].long()
-        row = self.lookup[self.entity, cells[..., :1], cells]
+        cells = board[..., : len(self.first)].long()
+        place = torch.add(cells, cells[..., :1], alpha=self.places)
+        row = self.lookup.take(self.first + place)
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
@@ -352,7 +355,7 @@ class BoardEncoder(nn.Module):
         else:
             x = SumRows.apply(table, row)
         if self.walls is not None:
-            x = x + self.walls(board[..., len(self.entity) :])
+            x = x + self.walls(board[..., len(self.first) :])
         return self.mix(x.relu()).relu_()
 
 
@@ -457,7 +460,8 @@ class WorldModel(nn.Module):
         cells = board[..., : self.entities].long()
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
-        near = self.near[cell[..., None], cells[:, :, None]]  # [M, n, N, N + P]
+        place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
+        near = self.near.take(place)  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
@@ -601,7 +605,7 @@ def goal_kl(args: Args, q, p):
 
 # ---- Learners and their games
 REPLAYED = ("board", "clock", "first_hunt", "last_joint", "joint", "payoff", "next_board", "done")
-REPLAYED += ("history", "reset")
+REPLAYED += ("reset", "history")
 
 
 class Games:
@@ -659,9 +663,11 @@ class Games:
             step = torch.arange(rollouts * steps, device=device)[:, None]
         column = (column * games).long()
         learner = torch.arange(m, device=device)[:, None, None]
-        place = (first + step // steps) % self.rollouts, learner, step % steps, column
-        sample = {name: self.replay[name][place] for name in REPLAYED if name != "history"}
-        sample["history"] = self.replay["history"][first, learner, 0, column]
+        ring = (first + step // steps) % self.rollouts
+        place = ((ring * m + learner) * steps + step % steps) * games + column
+        sample = {name: self.replay[name].flatten(0, 3)[place] for name in REPLAYED[:-1]}
+        begin = (first * m + learner) * games + column
+        sample["history"] = self.replay["history"].flatten(0, 3)[begin]
         newest = first == (self.pushed - 1) % self.rollouts
         sample["done"] |= newest & (step == steps - 1)
         done = sample["done"].long()
@@ -1203,15 +1209,15 @@ def imagine(state: TrainState) -> Tensors:
     windows = sample_replays(state, args.watched_starts, num_windows, rollouts=1)
     _, seen, _ = views(state.env, windows["board"].flatten(1, 2))
     windows["history"] = encode_history(state, windows, seen)[1]  # by the present q_phi
-    starts = {name: windows[name].flatten(1, 2) for name in SITUATION}
-    present = on_board(args.config, starts["board"])
+    starts = {name: windows[name].flatten(0, 2) for name in SITUATION}  # [M * T * windows, ...]
+    present = on_board(args.config, windows["board"]).flatten(1)
     there_first = present.byte().argsort(dim=1, descending=True, stable=True)
     num_present = present.sum(1, keepdim=True)
-    learner = torch.arange(m, device=state.device)[:, None]
+    first = present.shape[1] * torch.arange(m, device=state.device)[:, None]
 
     def draw_starts():
         index = (torch.rand(m, rows, device=state.device) * num_present).long()
-        return learner, there_first.gather(1, index)
+        return first + there_first.gather(1, index)
 
     place = draw_starts()
     situation = {name: x[place] for name, x in starts.items()}
@@ -1234,9 +1240,9 @@ def imagine(state: TrainState) -> Tensors:
         restart = ended | ~mask
         place = draw_starts()
         for name, x in starts.items():
-            anew = restart.view(*restart.shape, *[1] * (x.dim() - 2))
+            anew = restart.view(*restart.shape, *[1] * (x.dim() - 1))
             situation[name] = torch.where(anew, x[place], new[name])
-        age = torch.where(restart, 0, age + 1)
+        age = (age + 1).masked_fill_(restart, 0)
     return {**stack_steps(steps), "value": torch.stack(values, 1)}
 
 
@@ -1250,7 +1256,7 @@ def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
     advantages = [torch.zeros_like(reward[:, 0])]
     for t in reversed(range(reward.shape[1])):
         ahead = delta[:, t] + kept[:, t] * advantages[-1]
-        advantages.append(torch.where(mask[:, t], ahead, 0.0))  # not counted: V stands for the rest
+        advantages.append(ahead * mask[:, t])  # where not counted, V stands for the rest
     value = value[:, :-1]
     advantage = torch.stack(advantages[:0:-1], 1)
     returns = advantage + value

@@ -227,7 +227,8 @@ class WorldModel(nn.Module):
         cells = board[..., : self.entities].long()
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
-        near = self.near[cell[..., None], cells[:, :, None]]  # [M, n, N, N + P]
+        place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
+        near = self.near.take(place)  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)

@@ -272,7 +272,7 @@ class StagHuntEnv:
         caught = party >= self.party_needed
         success = hunting & caught[:, None]
         share = self.prey_value / party.clamp(min=1)
-        reward = torch.where(success, share[:, None], 0.0).sum(2)
+        reward = (success * share[:, None]).sum(2)
 
         time = state.time + ~ended
         is_first = caught.any(1) & (state.first_hunt < 0)
