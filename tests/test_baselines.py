@@ -108,17 +108,19 @@ def test_the_loss_is_that_of_ppo():
         assert float(loss[seed]) == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-3)
 
 
+@torch.no_grad()
 def test_the_recurrence_is_that_of_torch():
     gru = ppo_gru.Agent(tiny(num_seeds=2), [3, 4]).gru
-    gate, state = torch.randn(2, 5, 48), torch.randn(2, 5, 16)
-    cell = torch.nn.GRUCell(48, 16)
+    gru.state.bias.normal_()
+    features, state = torch.randn(2, 7, 5, 16), torch.randn(2, 5, 16)
+    states = gru(features, torch.zeros(2, 7, 5, dtype=torch.bool), state)
     for number in range(2):
-        gru.state.bias.data.normal_()
-        weights = {"weight_ih": torch.eye(48), "bias_ih": torch.zeros(48)}
-        own = gru.state.weight[number].T, gru.state.bias[number, 0]
-        cell.load_state_dict(weights | dict(zip(("weight_hh", "bias_hh"), own, strict=True)))
-        ours = gru.step(gate, state)[number]
-        torch.testing.assert_close(ours, cell(gate[number], state[number]))
+        theirs = torch.nn.GRU(16, 16)
+        weights = {}
+        for kind, layer in (("ih", gru.input), ("hh", gru.state)):
+            weights |= {f"weight_{kind}_l0": layer.weight[number].T, f"bias_{kind}_l0": layer.bias[number, 0]}
+        theirs.load_state_dict(weights)
+        torch.testing.assert_close(states[number], theirs(features[number], state[number : number + 1])[0])
 
 
 # ---- What the learner sees, and when it forgets
@@ -152,19 +154,19 @@ def test_it_has_the_eyes_of_hopplus(pieces):
     args = tiny(config=config, num_seeds=2, num_envs=12, num_minibatches=1)
     state = ppo_gru.TrainState(args, 0, CPU)
     agent, games = state.networks["policy"], state.games
-    encoder = agent.features.encoder
+    features = agent.features
     theirs = hop.Stacked(lambda _: hop.BoardEncoder(config, args.hidden), args, [1, 2], CPU)
-    for name, p in dict(encoder.named_parameters()).items():
-        mine = theirs.params[name.replace("mix.1", "mix.0")]
-        mine.data.copy_(p.detach().view_as(mine))
+    for name, mine in theirs.params.items():
+        mine.data.copy_(features.get_parameter(name.replace("mix.0", "board.1")).detach().view_as(mine))
+    features.board.register_forward_hook(lambda *given: seen.append(given[2][:, 0]))
     for _ in range(5):
+        seen = []
         x, *_ = ppo_gru.act(agent, games, state.env.state)
-        entities, walls, _ = x.split(agent.features.sizes, 2)
+        (ours,) = seen
         board = games.seats.to_learners(hop.Games.boards(games, state.env.state)).float()
-        ours = encoder(entities.long()[:, None], walls[:, None])[:, 0]
         torch.testing.assert_close(ours, theirs(board))
         ppo_gru.rollout(state, games)
-    assert ours.std() > 0.01 and (entities == config.num_cells).any()
+    assert ours.std() > 0.01 and (x[..., :ENTITIES] == config.num_cells).any()
 
 
 @pytest.mark.parametrize(("keep_state", "prob"), [(False, 0.0), (True, 0.0), (True, 0.5)])

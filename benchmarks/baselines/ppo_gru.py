@@ -116,49 +116,40 @@ def mlp(generators, sizes: list[int], gain: float):
     return nn.Sequential(*layers, Linear(generators, *sizes[-2:], gain))
 
 
-class BoardEncoder(nn.Module):
-    """That of hopplus_ppo.py: players and prey are looked up by kind and cell relative to the learner"""
-
-    def __init__(self, config: StagHuntConfig, generators, hidden: int):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            eyes = hopplus_ppo.BoardEncoder(config, hidden)
-        self.register_buffer("lookup", eyes.lookup, persistent=False)
-        self.register_buffer("entity", eyes.entity, persistent=False)
-        tables = [0.1 * torch.randn(eyes.table.shape[1:], generator=generator) for generator in generators]
-        self.table = nn.Parameter(torch.stack(tables))
-        if config.max_wall_pieces:
-            self.walls = Linear(generators, config.num_cells, 2 * hidden, 1.0)
-        self.mix = nn.Sequential(nn.ReLU(), Linear(generators, 2 * hidden, hidden), nn.ReLU())
-
-    def forward(self, entities, walls):
-        """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
-        row = self.lookup[self.entity, entities[..., :1], entities]
-        one_hot = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device)
-        x = one_hot.scatter(3, row, 1.0) @ self.table[:, None]
-        if hasattr(self, "walls"):
-            x = x + self.walls(walls)
-        return self.mix(x)
-
-
 class Features(nn.Module):
-    """What learners see at a step -> MLP"""
+    """What learners see at a step -> MLP. The board is read as in hopplus_ppo.py: players and prey are
+    looked up by kind and cell relative to the learner"""
 
     def __init__(self, args: Args, generators):
         super().__init__()
         config, hidden = args.config, args.hidden
         others = NUM_ACTIONS * config.num_players + 2
         self.sizes = [config.num_players + config.num_prey, config.num_wall_cells, others]
-        self.encoder = BoardEncoder(config, generators, hidden)
+        with torch.random.fork_rng(devices=[]):
+            eyes = hopplus_ppo.BoardEncoder(config, hidden)
+        self.register_buffer("lookup", eyes.lookup, persistent=False)
+        self.register_buffer("entity", eyes.entity, persistent=False)
+        tables = [0.1 * torch.randn(eyes.table.shape[1:], generator=generator) for generator in generators]
+        self.table = nn.Parameter(torch.stack(tables))
+        self.walls = Linear(generators, config.num_cells, 2 * hidden, 1.0) if config.max_wall_pieces else None
+        self.board = nn.Sequential(nn.ReLU(), Linear(generators, 2 * hidden, hidden), nn.ReLU())
         self.mix = nn.Sequential(Linear(generators, hidden + others, hidden), nn.ReLU())
 
     def forward(self, x):
         """[S, T, n, I] -> [S, T, n, hidden]"""
         entities, walls, rest = x.split(self.sizes, 3)
-        return self.mix(torch.cat([self.encoder(entities.long(), walls), rest], 3))
+        entities = entities.long()
+        row = self.lookup[self.entity, entities[..., :1], entities]
+        one_hot = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device)
+        board = one_hot.scatter(3, row, 1.0) @ self.table[:, None]
+        if self.walls:
+            board = board + self.walls(walls)
+        return self.mix(torch.cat([self.board(board), rest], 3))
 
 
 class GRU(nn.Module):
+    """torch.nn.GRU for each of S seeds"""
+
     def __init__(self, generators, hidden: int):
         super().__init__()
         self.input = Linear(generators, hidden, 3 * hidden, 1.0)
@@ -168,21 +159,18 @@ class GRU(nn.Module):
         """[S, T, n, hidden], reset bool [S, T, n], state [S, n, hidden] before the first step -> states
         [S, T, n, hidden]"""
         states = []
+        sizes = [2 * state.shape[2], state.shape[2]]
         gates = self.input(features).unbind(1)
         for gate, begins in zip(gates, reset.unbind(1), strict=True):
-            state = self.step(gate, state.masked_fill(begins[..., None], 0.0))
+            state = state.masked_fill(begins[..., None], 0.0)
+            own = torch.baddbmm(self.state.bias, state, self.state.weight)
+            gate_rz, gate_n = gate.split(sizes, 2)
+            own_rz, own_n = own.split(sizes, 2)
+            r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
+            n = torch.addcmul(gate_n, r, own_n).tanh()
+            state = torch.lerp(n, state, z)  # (1 - z) * n + z * state
             states.append(state)
         return torch.stack(states, 1)
-
-    def step(self, gate, state):
-        """torch.nn.GRUCell, its inputs multiplied already: [S, n, 3 * hidden], [S, n, hidden]"""
-        own = torch.baddbmm(self.state.bias, state, self.state.weight)
-        sizes = [2 * state.shape[2], state.shape[2]]
-        gate_rz, gate_n = gate.split(sizes, 2)
-        own_rz, own_n = own.split(sizes, 2)
-        r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
-        n = torch.addcmul(gate_n, r, own_n).tanh()
-        return torch.lerp(n, state, z)  # (1 - z) * n + z * state
 
 
 class Liam(nn.Module):
@@ -482,8 +470,7 @@ def main(args: Args) -> None:
         step = iteration * args.num_envs * args.num_steps
         speed = step / (time.monotonic() - began)
         shared = {"charts/learning_rate": learning_rate, "time/SPS": speed}
-        returns = sums.pop("games/return")[:, seat] / sums.pop("games/ended")[:, seat]
-        returns = returns.tolist()
+        returns = (sums.pop("games/return") / sums.pop("games/ended"))[:, seat].tolist()
         found = {name: x.tolist() for name, x in sums.items()}
         sums = {}
         for number, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
