@@ -1,5 +1,6 @@
 import functools
 import os
+import signal
 from unittest import mock
 
 # Here and in what tests start: with more threads, tests side by side wait for each other.
@@ -7,6 +8,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
 
 with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "cpu" by default, also beside a GPU
     import hopplus_mcts  # noqa: F401
@@ -41,6 +44,22 @@ def keep_determinism():
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    """A run has its own"""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They take most of the time of a tiny run"""
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    monkeypatch.setattr(SummaryWriter, "add_figure", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(scope="session")

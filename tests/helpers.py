@@ -1,20 +1,24 @@
-"""Between the batched tensors and the plain-Python game, and a chi-square test."""
+"""Between the batched tensors and the plain-Python game, tiny runs, and a chi-square test."""
 
 import copy
 import dataclasses
 import json
 import random
+import re
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import hopplus_mcts
 import hopplus_ppo
 from stag_hunt_env import PLAYER_PROBS, POPULATION, STAY, StagHuntConfig, State, sample
 
 import numpy as np
+import pytest
 import reference_game as reference
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def games_of(state):
@@ -205,6 +209,30 @@ def write_checkpoint(path, content):
     hopplus_ppo.write_checkpoint(Path(path), content)
 
 
+def start_script(script, *words):
+    """What the script does when it is started with these words"""
+    entry = Path(script.__file__).read_text().split('\nif __name__ == "__main__":\n')[1]
+    with mock.patch.object(sys, "argv", [f"{script.__name__}.py", *map(str, words)]):
+        exec(textwrap.dedent(entry), vars(script) | {"__name__": "__main__"})
+
+
+def refused(capsys, function, *given, code=1, **named):
+    """-> the one line that says why"""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        function(*given, **named)
+    assert stop.value.code == code
+    (line,) = re.findall(r"error: [^\r\n]*", capsys.readouterr().err)  # beside a progress bar
+    return line
+
+
+def resume(script, path, **changes):
+    """As --resume, with flags that may be given anew"""
+    saved = script.load_checkpoint(str(path), script.FORMAT)["args"]
+    saved |= {"config": StagHuntConfig(**saved["config"]), "resume": str(path), **changes}
+    script.main(script.Args(**saved))
+
+
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 
 
@@ -222,36 +250,6 @@ def same_tree(a, b):
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-class NoNonFiniteCasts(TorchDispatchMode):
-    """Every machine makes another integer of a NaN or of a number too large (ARM: 0 or the largest, x86: the smallest).
-    Here no cast from a float may meet one, nor may what counts or draws by floats."""
-
-    BY_FLOATS = ("bincount", "bucketize", "histc", "multinomial", "searchsorted")
-
-    def __init__(self):
-        super().__init__()
-        self.casts = 0  # those that were looked at
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name == "_to_copy":
-            self.look(args[0], kwargs.get("dtype") or args[0].dtype)
-        elif name in ("copy", "copy_"):
-            self.look(args[1], args[0].dtype)
-        elif name in self.BY_FLOATS:
-            for x in args:
-                if isinstance(x, torch.Tensor):
-                    assert x.isfinite().all(), f"{name} of a number that is not finite"
-        return func(*args, **kwargs)
-
-    def look(self, source, dtype):
-        if source.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
-            self.casts += 1
-            info, whole = torch.iinfo(dtype), source.detach().double().trunc()
-            fits = (whole >= float(info.min)) & (whole < float(info.max) + 1)
-            assert fits.all(), f"a float that no {dtype} can be"
 
 
 TINY_FLAGS = {  # for runs of a second

@@ -5,7 +5,7 @@ import sys
 
 import hopplus_ppo as hop
 from benchmarks.baselines import ppo_gru
-from stag_hunt_env import STAY, StagHuntConfig
+from stag_hunt_env import NUM_ACTIONS, STAY, StagHuntConfig
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ TINY = {
     **{"config": CONFIG, "seats": "mixed,learner,nearest_hare", "num_envs": 48, "num_steps": 13, "hidden": 16},
     **{"num_minibatches": 3, "update_epochs": 2, "log_every": 1, "total_timesteps": 3 * 48 * 13},
 }
-ENTITIES, NOWHERE = 3 + 2 + 5, 12  # their cells come first, the learner's own before all
+# Cells of all come first, the learner's own before all, then walls, of which there are none
+ENTITIES, NOWHERE = 3 + 2 + 5, 12
+JOINT = slice(ENTITIES + 1, ENTITIES + 1 + 21)
+MODELS = ("gru", "liam")
 CPU = torch.device("cpu")
 
 
@@ -68,9 +71,10 @@ def test_the_learning_rate_falls_to_a_tenth(tmp_path, monkeypatch):
     assert rates == [pytest.approx([0.01, 0.007, 0.004])]
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("keep_state", [False, True])
-def test_what_is_recomputed_is_what_was_played(keep_state):
-    trained, batch, steps = played(tiny(keep_state=keep_state))
+def test_what_is_recomputed_is_what_was_played(keep_state, model):
+    trained, batch, steps = played(tiny(keep_state=keep_state, model=model))
     log_prob, value, state = recompute(trained.networks["policy"], batch)
     assert batch["state"].abs().max() > 0.1, "the rollout begins with a state that it was given"
     torch.testing.assert_close(log_prob, batch["log_prob"], atol=1e-5, rtol=0)
@@ -104,17 +108,19 @@ def test_the_loss_is_that_of_ppo():
         assert float(loss[seed]) == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-3)
 
 
+@torch.no_grad()
 def test_the_recurrence_is_that_of_torch():
-    agent = ppo_gru.Agent(tiny(num_seeds=2), [3, 4])
-    gate, state = torch.randn(2, 5, 48), torch.randn(2, 5, 16)
-    cell = torch.nn.GRUCell(48, 16)
+    gru = ppo_gru.Agent(tiny(num_seeds=2), [3, 4]).gru
+    gru.state.bias.normal_()
+    features, state = torch.randn(2, 7, 5, 16), torch.randn(2, 5, 16)
+    states = gru(features, torch.zeros(2, 7, 5, dtype=torch.bool), state)
     for number in range(2):
-        agent.gru_state.bias.data.normal_()
-        weights = {"weight_ih": torch.eye(48), "bias_ih": torch.zeros(48)}
-        own = agent.gru_state.weight[number].T, agent.gru_state.bias[number, 0]
-        cell.load_state_dict(weights | dict(zip(("weight_hh", "bias_hh"), own, strict=True)))
-        ours = agent.gru_step(gate, state)[number]
-        torch.testing.assert_close(ours, cell(gate[number], state[number]))
+        theirs = torch.nn.GRU(16, 16)
+        weights = {}
+        for kind, layer in (("ih", gru.input), ("hh", gru.state)):
+            weights |= {f"weight_{kind}_l0": layer.weight[number].T, f"bias_{kind}_l0": layer.bias[number, 0]}
+        theirs.load_state_dict(weights)
+        torch.testing.assert_close(states[number], theirs(features[number], state[number : number + 1])[0])
 
 
 # ---- What the learner sees, and when it forgets
@@ -130,7 +136,7 @@ def test_the_last_step_is_seen(keep_state, monkeypatch):
     batch, _ = ppo_gru.rollout(state, state.games)
     actions, starts = torch.stack(seen)[:-1].roll(-1, 2), batch["done"][0, :-1]  # the learner's seat is 1
     x = batch["x"][0]
-    cells, joint, clock, reward = x.split([ENTITIES, 21, 1, 1], 2)
+    cells, _, joint, clock, reward = x.split([ENTITIES, 1, 21, 1, 1], 2)
     shown = joint[1:].unflatten(2, (3, 7)).argmax(3)
     assert 10 < starts.sum() < starts.numel() / 2 and (actions[starts] != STAY).any()
     expected = actions if keep_state else actions.masked_fill(starts[..., None], STAY)
@@ -148,18 +154,19 @@ def test_it_has_the_eyes_of_hopplus(pieces):
     args = tiny(config=config, num_seeds=2, num_envs=12, num_minibatches=1)
     state = ppo_gru.TrainState(args, 0, CPU)
     agent, games = state.networks["policy"], state.games
+    features = agent.features
     theirs = hop.Stacked(lambda _: hop.BoardEncoder(config, args.hidden), args, [1, 2], CPU)
-    for name, p in dict(agent.encoder.named_parameters()).items():
-        mine = theirs.params[name.replace("mix.1", "mix.0")]
-        mine.data.copy_(p.detach().view_as(mine))
+    for name, mine in theirs.params.items():
+        mine.data.copy_(features.get_parameter(name.replace("mix.0", "board.1")).detach().view_as(mine))
+    features.board.register_forward_hook(lambda *given: seen.append(given[2][:, 0]))
     for _ in range(5):
+        seen = []
         x, *_ = ppo_gru.act(agent, games, state.env.state)
-        entities, walls, _ = x.split(agent.sizes, 2)
+        (ours,) = seen
         board = games.seats.to_learners(hop.Games.boards(games, state.env.state)).float()
-        ours = agent.encoder(entities.long()[:, None], walls[:, None])[:, 0]
         torch.testing.assert_close(ours, theirs(board))
         ppo_gru.rollout(state, games)
-    assert ours.std() > 0.01 and (entities == config.num_cells).any()
+    assert ours.std() > 0.01 and (x[..., :ENTITIES] == config.num_cells).any()
 
 
 @pytest.mark.parametrize(("keep_state", "prob"), [(False, 0.0), (True, 0.0), (True, 0.5)])
@@ -178,7 +185,7 @@ def test_the_state_is_reset_with_the_game_unless_kept(keep_state, prob):
     same = (recompute(agent, batch, first, random)[1] - rest["value"][:, first:-1])[0].abs().amax(0) < 1e-5  # [E]
     same &= ~batch["reset"][0, first + 1 :].any(0) | starts  # or else it was reset later
     assert torch.equal(same, starts)
-    joint, reward = batch["x"][0, first, :, ENTITIES : ENTITIES + 21], batch["x"][0, first, :, -1]
+    joint, reward = batch["x"][0, first, :, JOINT], batch["x"][0, first, :, -1]
     assert (joint[starts].unflatten(1, (3, 7)).argmax(2) == STAY).all() and not reward[starts].any()
 
 
@@ -227,13 +234,16 @@ def test_a_game_ends_for_the_learner_when_it_leaves():
 # ---- Seeds
 
 
-def test_a_seed_does_not_change_when_another_is_added():
+@pytest.mark.parametrize("model", MODELS)
+def test_a_seed_does_not_change_when_another_is_added(model):
     """The same games -> the same metrics and weights"""
-    args = tiny(num_seeds=2, seed=5, max_grad_norm=0.02)
+    args = tiny(num_seeds=2, seed=5, max_grad_norm=0.02, model=model)
     state, batch, _ = played(args)
     before = {name: p.detach().clone() for name, p in state.networks["policy"].params.items()}
-    state.optimizer = ppo_gru.TrainState(args, 0, CPU).optimizer
-    state.optimizer.params = list(state.networks["policy"].params.values())
+    state.optimizers = ppo_gru.TrainState(args, 0, CPU).optimizers
+    agent = state.networks["policy"]
+    for name, optimizer in state.optimizers.items():
+        optimizer.params = list({"policy": agent, "liam": agent.liam}[name].params.values())
     torch.manual_seed(1)
     together = ppo_gru.ppo_update(state, batch)
     assert together["losses/grad_norm"].min() > args.max_grad_norm, "gradients are clipped"
@@ -251,6 +261,92 @@ def test_a_seed_does_not_change_when_another_is_added():
             assert (both[0] != both[1]).any() and (both != before[name]).flatten(1).any(1).all(), name
 
 
+# ---- LIAM
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_liam_reconstructs_what_co_players_see_and_do(pieces, monkeypatch):
+    """At this step, each in its own ego order, only where it is on the board: the loss is that of the paper"""
+    config = dataclasses.replace(CONFIG, height=4, max_wall_pieces=pieces)
+    args = tiny(config=config, model="liam", num_seeds=2, embedding_dim=6)
+    state = ppo_gru.TrainState(args, 0, CPU)
+    agent, env = state.networks["policy"], state.env
+    seen, advance = [], env.advance
+
+    def watched(actions):
+        seen.append((env.observe(env.state), env.state.present.clone(), actions))
+        return advance(actions)
+
+    monkeypatch.setattr(env, "advance", watched)
+    steps, _ = ppo_gru.rollout(state, state.games)
+    batch, _ = ppo_gru.make_ppo_batch(args, steps)
+    of_seats = [torch.stack(x).unflatten(1, (2, 48)).transpose(0, 1) for x in zip(*seen, strict=True)]
+    # The learner's seat is 1: seats 2 and 0 follow
+    planes, present, actions = (x[:, :, :, [2, 0]] for x in of_seats)
+    assert planes[..., 3, :, :].any().item() == (pieces > 0), "walls"
+    assert torch.equal(batch["co_actions"], actions) and 0.2 < present.float().mean() < 0.95
+    loss, metrics = ppo_gru.liam_loss(config, agent.liam, batch)
+    z, states = agent.liam(batch["x"], batch["reset"], batch["state"])
+    assert z.shape == (2, 13, 48, 6) and states.shape == (2, 13, 48, 16)
+    torch.testing.assert_close(states[:, -1], state.games.state)
+    decoded = agent.liam.views(z).view(planes.shape)
+    logits = agent.liam.actions(z).view(2, 13, 48, 2, NUM_ACTIONS)
+    for seed in range(2):
+        there = present[seed]
+        views = 0.5 * (decoded[seed] - planes[seed])[there].square().flatten(1).sum(1).mean()
+        said = torch.distributions.Categorical(logits=logits[seed][there])
+        nll = -said.log_prob(actions[seed][there]).mean()
+        top1 = (said.logits.argmax(1) == actions[seed][there]).float().mean()
+        found = [float(metrics[name][seed]) for name in ("losses/liam_views", "losses/liam_actions", "liam/top1")]
+        assert found == pytest.approx([float(views), float(nll), float(top1)], rel=1e-4)
+        assert float(loss[seed]) == pytest.approx(float(views + nll), rel=1e-4)
+
+
+def test_each_loss_of_liam_trains_its_own_part():
+    state, batch, _ = played(tiny(model="liam"))
+    agent = state.networks["policy"]
+    losses = {
+        "policy": ppo_gru.ppo_loss(state.args, agent, batch)[0],
+        "liam": ppo_gru.liam_loss(CONFIG, agent.liam, batch)[0],
+    }
+    for name, loss in losses.items():
+        before = {key: p.detach().clone() for key, p in agent.params.items()}
+        state.optimizers[name].step(loss)
+        moved = {key for key, p in agent.params.items() if (p != before[key]).any()}
+        assert moved == {key for key in before if key.startswith("liam.") == (name == "liam")}
+
+
+def test_the_policy_reads_the_embedding():
+    """And what it sees, but no state of the GRU"""
+    state, batch, _ = played(tiny(model="liam"))
+    agent = state.networks["policy"]
+    inputs = [batch[name] for name in ("x", "legal", "reset", "state")]
+    log_probs, value, _ = agent(*inputs)
+    heads = agent.actor[0].weight.data, agent.critic[0].weight.data
+    assert all(weight.shape[1] == 16 + 64 for weight in heads)
+    for weight in heads:
+        weight[:, 16:] = 0.0
+    blind, blind_value, _ = agent(*inputs)
+    assert not torch.equal(log_probs, blind) and not torch.equal(value, blind_value)
+    inputs[3] = torch.randn_like(inputs[3])
+    assert torch.equal(agent(*inputs)[0], blind)
+
+
+def test_reconstruction_learns(tmp_path):
+    """What hunters of stags and of hares do is nearly certain, from what the learner sees"""
+    config = StagHuntConfig(height=3, width=3, num_players=2, num_hares=1, final_time=6)
+    changes = {"config": config, "seats": "learner,mixed", "population": "nearest_stag,nearest_hare", "redraw": "never"}
+    changes |= {"num_envs": 64, "num_steps": 8, "hidden": 32, "update_epochs": 4, "liam_learning_rate": 3e-3}
+    ppo_gru.main(tiny(**changes, model="liam", log_every=5, total_timesteps=40 * 512, run_dir=str(tmp_path)))
+    (folder,) = tmp_path.iterdir()
+    assert "_liam__" in folder.name
+    first, *_, last = lines_of(folder)
+    assert last["losses/liam_views"] < 0.85 * first["losses/liam_views"]
+    assert last["losses/liam_actions"] < 0.6 * first["losses/liam_actions"]
+    assert last["liam/top1"] > first["liam/top1"] + 0.2
+
+
 # ---- Flags, CUDA
 
 WRONG = [
@@ -264,6 +360,14 @@ def test_wrong_flags_are_named(words, sentence, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ppo_gru.py", *words.split()])
     with pytest.raises(ValueError, match=sentence):
         ppo_gru.parse_args()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_row_in_which_no_game_ended_has_no_return(tmp_path):
+    ppo_gru.main(tiny(num_steps=1, total_timesteps=9 * 48, run_dir=str(tmp_path)))
+    (folder,) = tmp_path.iterdir()
+    returns = [line["charts/episodic_return"] for line in lines_of(folder)]
+    assert returns[0] is None and returns[-1] is not None
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch, capsys):
@@ -280,12 +384,12 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("redraw", ["never", "game"])
-def test_captured_iterations_equal_eager_ones(redraw, tmp_path):
+@pytest.mark.parametrize(("redraw", "model"), [("never", "gru"), ("game", "gru"), ("never", "liam")])
+def test_captured_iterations_equal_eager_ones(redraw, model, tmp_path):
     found = []
     for use in (False, True):
         run_dir = tmp_path / str(use)
-        changes = {"num_seeds": 2, "total_timesteps": 6 * 48 * 13, "cudagraphs": use}
+        changes = {"num_seeds": 2, "total_timesteps": 6 * 48 * 13, "cudagraphs": use, "model": model}
         ppo_gru.main(tiny(redraw, "cuda", **changes, run_dir=str(run_dir)))
         folder = sorted(run_dir.iterdir())[0]
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
@@ -300,8 +404,9 @@ def test_captured_iterations_equal_eager_ones(redraw, tmp_path):
 
 
 @pytest.mark.cuda
-def test_an_iteration_never_waits_for_the_host():
-    state = ppo_gru.TrainState(tiny(device="cuda", num_seeds=2), 0, torch.device("cuda"))
+@pytest.mark.parametrize("model", MODELS)
+def test_an_iteration_never_waits_for_the_host(model):
+    state = ppo_gru.TrainState(tiny(device="cuda", num_seeds=2, model=model), 0, torch.device("cuda"))
     ppo_gru.train_iteration(state)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

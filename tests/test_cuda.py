@@ -12,8 +12,17 @@ from stag_hunt_env import PLAYER_PROBS, StagHuntConfig, StagHuntEnv, State, plan
 
 import pytest
 import torch
-from helpers import lines_of, mixed_actions, random_kinds, same_tree, seeded, tiny_args, train_tiny, without_times
-from test_runs import resume
+from helpers import (
+    lines_of,
+    mixed_actions,
+    random_kinds,
+    resume,
+    same_tree,
+    seeded,
+    tiny_args,
+    train_tiny,
+    without_times,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -205,7 +214,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, tmp_path):
     with mock.patch.object(hop, "write_checkpoint", killed_at_the_fourth), pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed", method, save_seconds=0.0)
     (folder,) = (tmp_path / "killed").iterdir()
-    resume(folder)
+    resume(hop, folder)
     assert same_tree(hop.load_checkpoint(folder, hop.FORMAT)["states"][0], whole)
     assert without_times(lines_of(folder)) == lines
 

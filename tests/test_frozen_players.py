@@ -55,7 +55,8 @@ CASES = {
     "ppo-omg": {},
     "hopplus": {"share_parameters": True},
     "hopplus-mcts": {"script": hopplus_mcts, "config": dataclasses.replace(CONFIG, max_wall_pieces=1)},
-    "gru": {},
+    "gru": {"model": "gru"},
+    "liam": {"model": "liam"},
 }
 
 
@@ -63,7 +64,8 @@ CASES = {
 def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     """Beside each learner a frozen copy watches from its seat: whatever happens, it would do the same"""
     changes = {"seats": "learner,mixed,mixed,mixed", **SMALL, **CASES[case]}
-    run = load(recurrent(tmp_path) if case == "gru" else untrained(tmp_path, case, **changes))
+    is_recurrent = "model" in changes
+    run = load(recurrent(tmp_path, model=case) if is_recurrent else untrained(tmp_path, case, **changes))
     tables = [["learner", "A", "random", "A"], ["A", "A", "nearest_hare", "learner"]]
     changes = {"num_envs": 3, "num_steps": 20, "planner": "none", "imagination": False}
     state = frozen_players.seat_beside(run, tables, [0, 0], {"A": run}, **changes)
@@ -83,7 +85,7 @@ def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     agent_said = torch.stack(watcher.own, 1).gather(3, steps["action"].view(2, 20, 3, 1))[..., 0]
     torch.testing.assert_close(agent_said, steps["log_prob"].exp())
     assert sums["games/ended"][:, 0].min() >= 6, "over several games"
-    memory = "state" if case == "gru" else "history"
+    memory = "state" if is_recurrent else "history"
     if getattr(state.games, memory).numel():
         theirs = getattr(watcher.state.games, memory)
         ours = getattr(state.games, memory)
@@ -139,10 +141,11 @@ def test_adaptation_to_them(tmp_path):
             assert of_block[1:].tolist() == expected, block
 
 
-def test_learners_of_ppo_gru_adapt_by_recurrent_ppo(tmp_path):
+@pytest.mark.parametrize("model", ["gru", "liam"])
+def test_learners_of_ppo_gru_adapt_by_recurrent_ppo(model, tmp_path):
     """To strangers and to others' learners: it goes on learning, from its first game, in as many sequences
-    as there are minibatches"""
-    folder = recurrent(tmp_path / "g", num_seeds=2)
+    as there are minibatches; LIAM also to reconstruct them"""
+    folder = recurrent(tmp_path / "g", num_seeds=2, model=model)
     untrained(tmp_path / "a", stays=[True] * 4, **SMALL)
     run = load(folder)
     assert run.num_learners == 2 and run.script.__name__ != "ppo_gru"
@@ -163,11 +166,13 @@ def test_learners_of_ppo_gru_adapt_by_recurrent_ppo(tmp_path):
     learning.learn({name: x[:, :, :1] for name, x in steps.items()})
     assert batches[0]["action"].shape == (2, 2, 4), "four sequences of two steps"
     for part in range(4):
-        for name in ("action", "x"):
+        for name in ("action", "x", "co_actions", "co_views"):
             assert torch.equal(batches[0][name][:, :, part], steps[name][:, 2 * part : 2 * part + 2, 0])
         assert torch.equal(batches[0]["state"][:, part], steps["state"][:, 2 * part, 0])
     after = runs.copy_params(state.networks["policy"])
-    assert all((after[name] != before[name]).flatten(1).any(1).all() for name in before if name.startswith("actor"))
+    assert all(
+        (after[name] != before[name]).flatten(1).any(1).all() for name in before if name[:5] in ("actor", "liam.")
+    )
 
 
 @pytest.mark.cuda

@@ -89,10 +89,10 @@ ONE = {"seats": "learner,mixed,nearest_hare,nearest_hare", "population": ",".joi
 TINY = ONE | {"config": SMALL, "num_seeds": 2, "redraw": "never"}
 
 
-def make_run(folder, script=None, method="ppo-omg", **changes):
+def make_run(folder, script, method="ppo-omg", **changes):
     flags = TINY | changes
-    if script is None:
-        return recurrent(folder, **flags)
+    if script in ("gru", "liam"):
+        return recurrent(folder, model=script, **flags)
     return untrained(folder, method, script, **flags)
 
 
@@ -115,7 +115,7 @@ def play_partners(folder, **flags):
     return partners.main(partners.Args(**usual | flags))
 
 
-@pytest.mark.parametrize("script", [hop, None], ids=["hop", "gru"])
+@pytest.mark.parametrize("script", [hop, "gru", "liam"], ids=["hop", "gru", "liam"])
 def test_the_first_games_count_place_by_place(script, tmp_path, seated, monkeypatch):
     """Of each game the learner's return, in order; each place has as many"""
     config = dataclasses.replace(SMALL, steps_after_first_hunt=0)
@@ -143,7 +143,7 @@ def test_the_first_games_count_place_by_place(script, tmp_path, seated, monkeypa
 
 
 @pytest.mark.parametrize("redraw", ["game", "0.5", "never"])
-@pytest.mark.parametrize("script", [hop, None], ids=["hop", "gru"])
+@pytest.mark.parametrize("script", [hop, "gru"], ids=["hop", "gru"])
 def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, seated, capsys):
     """And what is carried over to the next game is what was carried over in training"""
     folder = make_run(tmp_path / "run", script, redraw=redraw)
@@ -151,7 +151,7 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, seate
     state, kinds = seated[0]
     assert torch.equal(state.games.seats.kinds, kinds) and kinds[:, 1].unique().tolist() == [0, 1, 2]
     keeps = redraw != "game"
-    if script is None:
+    if script == "gru":
         assert state.args.keep_state == keeps and state.args.state_reset_prob == 0
     else:
         _, before = state.games.history.chunk(2, -1)

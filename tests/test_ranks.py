@@ -16,8 +16,8 @@ import hopplus_ppo as hop
 import numpy as np
 import pytest
 import torch
-from helpers import lines_of, same_tree, tiny_args, without_times
-from test_runs import load, refused, resume
+from helpers import lines_of, refused, resume, same_tree, tiny_args, without_times
+from test_runs import load
 
 CPU, ROOT = torch.device("cpu"), Path(hop.__file__).resolve().parent
 FLAGS = {"total_timesteps": 4 * 32, "save_seconds": 0.0, "num_seeds": 2, "subgoal_batch_size": 5, "wm_batch_size": 17}
@@ -68,7 +68,7 @@ def run(kill_before=None, **flags):
         patch.setattr(hop, "read_metrics", watched_read)
         patch.setattr(hop, "refuse", refused)
         try:
-            resume(flags["resume"]) if "resume" in flags else hop.main(tiny_args(**FLAGS | flags))
+            resume(hop, flags["resume"]) if "resume" in flags else hop.main(tiny_args(**FLAGS | flags))
         except (ZeroDivisionError, LookupError) as error:
             found["refused"] = error.args[0]
     return found
@@ -190,7 +190,7 @@ def test_what_cannot_be_split_is_refused(ranks, capsys):
     for each in found:
         assert each["odd"]["refused"] == "--num-envs must be a multiple of 2 ranks"
     assert not (out / "odd").exists()
-    assert refused(capsys, resume, out / "kept.pt") == "error: --resume: the run has 2 ranks, not 1"
+    assert refused(capsys, resume, hop, out / "kept.pt") == "error: --resume: the run has 2 ranks, not 1"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import hopplus_mcts as hop
-import hopplus_ppo as ppo
 from stag_hunt_env import HUNT_HARE, HUNT_STAG, NUM_ACTIONS, STAY, StagHuntConfig, StagHuntEnv, State
 
 import numpy as np
@@ -636,37 +635,3 @@ def test_imagined_samples_are_never_distilled():
         advantage = torch.where(changes, -batch["advantage"], batch["advantage"])
         other, _ = policy_gradient(state, batch | {"advantage": advantage})
         assert bool((gradient != other).any()) == moves_the_actor
-
-
-# ---- From end to end
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])  # which need not be there
-@pytest.mark.parametrize("cells", [16, 64])
-def test_without_search_it_has_the_other_scripts_defaults(method, device, cells):
-    ours, theirs = (vars(script.default_args(method, device, cells)) for script in (hop, ppo))
-    assert ours["planner"] == "none"
-    for name in theirs.keys() - {"exp_name"}:
-        assert ours[name] == theirs[name], name
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])
-def test_hop_is_the_published_one_everywhere(device):
-    args = hop.default_args("hop", device)
-    assert (args.subgoals, args.goal_kind, args.goal_dim, args.imagination) == ("hop", "discrete", 2, False)
-    assert (args.planner, args.search_model, args.num_trees, args.search_prior) == ("mcts", "env", 5, 0)
-    assert (args.pretraining_updates, args.offline_ratio, args.history_reset_prob) == (0, 0, 0)
-    assert (args.gae_lambda, args.ent_coef) == (1, 0)
-
-
-REFUSED = [
-    ({"root": "gumbel", "policy_loss": "ppo"}, "--root gumbel needs --policy-loss distill"),
-    ({"method": "hop", "goal_dim": 3}, "--subgoals hop needs --goal-kind discrete --goal-dim 2"),
-    ({**HOP, "imagination": True}, "--subgoals hop is not for --imagination"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), REFUSED)
-def test_refused_flags(changes, words, capsys):
-    with pytest.raises(SystemExit):
-        hop.check(make_args(**changes))
-    assert words in capsys.readouterr().err

@@ -10,8 +10,7 @@ import hopplus_ppo as hop
 
 import pytest
 import torch
-from helpers import TINY_CONFIG, lines_of, record_learning_rates, same_tree, train_tiny, without_times
-from test_runs import resume
+from helpers import TINY_CONFIG, lines_of, record_learning_rates, resume, same_tree, train_tiny, without_times
 from tiny_hopplus import encode, make_args, make_state, train
 
 # ---- What each flag changes
@@ -217,7 +216,7 @@ def test_training_time_goes_on_after_a_resume_without_pictures_and_checkpoints(m
     with mock.patch.object(hop, "save_checkpoint", killed_at_the_fourth), pytest.raises(KeyboardInterrupt):
         train_tiny(tmp_path, "ppo", save_seconds=0.0, total_timesteps=6 * 32)
     (folder,) = tmp_path.iterdir()
-    resume(folder)
+    resume(hop, folder)
     lines = lines_of(folder)
     assert [line["time/training"] for line in lines] == pytest.approx([2, 4, 6, 8, 10, 12])
     assert [line["time/SPS"] for line in lines] == pytest.approx([16] * 6)

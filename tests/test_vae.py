@@ -341,7 +341,7 @@ def test_right_labels_come_near_the_ceiling():
 # ---- Figures
 
 
-def test_figures_are_those_of_held_out_games(tmp_path):
+def test_figures_are_those_of_held_out_games(tmp_path, no_pictures):
     """In each epoch of the first thousand trajectories, at the end of all"""
     args = small_args(num_samples=300, held_out_games=600, epochs=1, run_dir=str(tmp_path))
     vae.main(args)

@@ -145,7 +145,7 @@ def test_right_labels_make_a_good_model():
     assert metrics["obs_mse"] < 0.002
 
 
-def test_figures_are_those_of_held_out_games(tmp_path, capsys):
+def test_figures_are_those_of_held_out_games(tmp_path, capsys, no_pictures):
     """In training of the first ten thousand transitions, at the end of all"""
     steps = {"num_updates": 2, "log_every": 2, "batch_size": 16}
     args = small_args(**steps, num_transitions=300, held_out_games=1500, run_dir=str(tmp_path))

@@ -1,13 +1,17 @@
-"""Recurrent PPO on Stag Hunt: one learner with a GRU among rule-based players, and no model of anybody.
-What a model of the others claims to gain, it must gain over this. Eyes, optimiser, logs and checkpoint
-are those of hopplus_ppo.py.
+"""Recurrent PPO on Stag Hunt: one learner with a GRU among rule-based players. What a model of the others
+claims to gain, it must gain over this. Eyes, optimiser, logs and checkpoint are those of hopplus_ppo.py.
 
     python benchmarks/baselines/ppo_gru.py                                    # a partner that stays, 4x4
     python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5       # knowing the partner pays
     python benchmarks/baselines/ppo_gru.py --num-stags 2 --final-time 5 --redraw game  # always a new one
+    python benchmarks/baselines/ppo_gru.py --model liam
 
-Axes: S seeds, E games per seed, B = S*E games, N seats, T steps, I inputs, A actions, n rows of any kind.
-What the learner reads about players is in its ego order: itself first.
+`--model liam` is LIAM (Papoudakis, Christianos, Albrecht 2021, arXiv 2006.09447): the GRU belongs to an encoder
+from whose embedding z a decoder reconstructs what each co-player sees and does at this step. The policy reads
+its own observation and z, and its loss does not train the encoder.
+
+Axes: S seeds, E games per seed, B = S*E games, N seats, K = N - 1 co-players, T steps, I inputs, A actions,
+n rows of any kind. What the learner reads about players is in its ego order: itself first.
 """
 
 import dataclasses
@@ -16,6 +20,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +49,7 @@ class Args:
     log_every: int = 5  # iterations between two rows in the logs
     total_timesteps: int = 20_000_000 if CUDA else 1_000_000  # env steps per seed
     cudagraphs: bool = True  # on a GPU: replay whole iterations as one CUDA graph
+    model: Literal["gru", "liam"] = "gru"  # what trains its memory: PPO's loss, or reconstruction
     # Who plays
     seats: str = "learner,mixed,nearest_hare,nearest_hare"  # one of them learns
     population: str = "first_stag,last_stag,nearest_hare"  # who plays in mixed seats
@@ -51,6 +57,9 @@ class Args:
     unsteady: float = 0.5  # share of games where they always change, while the state is kept
     keep_state: bool | None = None  # keep the GRU's state from game to game (None: unless --redraw game)
     state_reset_prob: float = 0.005  # how often not: else nobody learns to meet strangers
+    # LIAM
+    embedding_dim: int = 64  # size of z
+    liam_learning_rate: float = 1e-3  # of encoder and decoder; it does not fall
     # PPO
     num_envs: int = 4096 if CUDA else 256  # E, games per seed
     num_steps: int = 32  # T, steps of each game per iteration; gradients go back through as many
@@ -99,49 +108,108 @@ class Linear(nn.Module):
         return x @ self.weight[:, None] + self.bias[:, None]
 
 
-class BoardEncoder(nn.Module):
-    """That of hopplus_ppo.py: players and prey are looked up by kind and cell relative to the learner"""
+def mlp(generators, sizes: list[int], gain: float):
+    """Layers between the sizes; the last one has this gain, and no ReLU after it"""
+    layers = []
+    for inputs, outputs in pairwise(sizes[:-1]):
+        layers += [Linear(generators, inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, Linear(generators, *sizes[-2:], gain))
 
-    def __init__(self, config: StagHuntConfig, generators, hidden: int):
+
+class Features(nn.Module):
+    """What learners see at a step -> MLP. The board is read as in hopplus_ppo.py: players and prey are
+    looked up by kind and cell relative to the learner"""
+
+    def __init__(self, args: Args, generators):
         super().__init__()
+        config, hidden = args.config, args.hidden
+        others = NUM_ACTIONS * config.num_players + 2
+        self.sizes = [config.num_players + config.num_prey, config.num_wall_cells, others]
         with torch.random.fork_rng(devices=[]):
             eyes = hopplus_ppo.BoardEncoder(config, hidden)
         self.register_buffer("lookup", eyes.lookup, persistent=False)
         self.register_buffer("entity", eyes.entity, persistent=False)
         tables = [0.1 * torch.randn(eyes.table.shape[1:], generator=generator) for generator in generators]
         self.table = nn.Parameter(torch.stack(tables))
-        if config.max_wall_pieces:
-            self.walls = Linear(generators, config.num_cells, 2 * hidden, 1.0)
-        self.mix = nn.Sequential(nn.ReLU(), Linear(generators, 2 * hidden, hidden), nn.ReLU())
+        self.walls = Linear(generators, config.num_cells, 2 * hidden, 1.0) if config.max_wall_pieces else None
+        self.board = nn.Sequential(nn.ReLU(), Linear(generators, 2 * hidden, hidden), nn.ReLU())
+        self.mix = nn.Sequential(Linear(generators, hidden + others, hidden), nn.ReLU())
 
-    def forward(self, entities, walls):
-        """int64 [S, T, n, N + P], [S, T, n, H*W] -> [S, T, n, hidden]"""
+    def forward(self, x):
+        """[S, T, n, I] -> [S, T, n, hidden]"""
+        entities, walls, rest = x.split(self.sizes, 3)
+        entities = entities.long()
         row = self.lookup[self.entity, entities[..., :1], entities]
         one_hot = torch.zeros(*row.shape[:3], self.table.shape[1], device=row.device)
-        x = one_hot.scatter(3, row, 1.0) @ self.table[:, None]
-        if hasattr(self, "walls"):
-            x = x + self.walls(walls)
-        return self.mix(x)
+        board = one_hot.scatter(3, row, 1.0) @ self.table[:, None]
+        if self.walls:
+            board = board + self.walls(walls)
+        return self.mix(torch.cat([self.board(board), rest], 3))
+
+
+class GRU(nn.Module):
+    """torch.nn.GRU for each of S seeds"""
+
+    def __init__(self, generators, hidden: int):
+        super().__init__()
+        self.input = Linear(generators, hidden, 3 * hidden, 1.0)
+        self.state = Linear(generators, hidden, 3 * hidden, 1.0)
+
+    def forward(self, features, reset, state):
+        """[S, T, n, hidden], reset bool [S, T, n], state [S, n, hidden] before the first step -> states
+        [S, T, n, hidden]"""
+        states = []
+        sizes = [2 * state.shape[2], state.shape[2]]
+        gates = self.input(features).unbind(1)
+        for gate, begins in zip(gates, reset.unbind(1), strict=True):
+            state = state.masked_fill(begins[..., None], 0.0)
+            own = torch.baddbmm(self.state.bias, state, self.state.weight)
+            gate_rz, gate_n = gate.split(sizes, 2)
+            own_rz, own_n = own.split(sizes, 2)
+            r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
+            n = torch.addcmul(gate_n, r, own_n).tanh()
+            state = torch.lerp(n, state, z)  # (1 - z) * n + z * state
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Liam(nn.Module):
+    """Encoder: the learner's own past -> z; decoders: z -> what each co-player sees and does"""
+
+    def __init__(self, args: Args, generators):
+        super().__init__()
+        hidden, z = args.hidden, args.embedding_dim
+        others = args.config.num_players - 1
+        planes = math.prod(args.config.observation_shape)
+        self.features = Features(args, generators)
+        self.gru = GRU(generators, hidden)
+        self.embedding = mlp(generators, [hidden, hidden, z], 1.0)
+        self.views = mlp(generators, [z, hidden, hidden, others * planes], 1.0)
+        self.actions = mlp(generators, [z, hidden, hidden, others * NUM_ACTIONS], 1.0)
+
+    @property
+    def params(self):
+        return dict(self.named_parameters())
+
+    def forward(self, x, reset, state):
+        """-> z [S, T, n, embedding], the GRU's states [S, T, n, hidden]"""
+        states = self.gru(self.features(x), reset, state)
+        return self.embedding(states), states
 
 
 class Agent(nn.Module):
-    """S learners: what they see -> MLP -> GRU; actor and critic read both"""
+    """S learners: actor and critic read what they see and what they remember"""
 
     def __init__(self, args: Args, seeds):
         super().__init__()
-        config, hidden = args.config, args.hidden
+        hidden = args.hidden
         own = [torch.Generator().manual_seed(seed) for seed in seeds]
-        walls = config.num_cells if config.max_wall_pieces else 0
-        others = NUM_ACTIONS * config.num_players + 2
-        self.sizes = [config.num_players + config.num_prey, walls, others]
-        self.encoder = BoardEncoder(config, own, hidden)
-        self.mix = nn.Sequential(Linear(own, hidden + others, hidden), nn.ReLU())
-        self.gru_input = Linear(own, hidden, 3 * hidden, 1.0)
-        self.gru_state = Linear(own, hidden, 3 * hidden, 1.0)
-        actor = Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, NUM_ACTIONS, 0.01)
-        self.actor = nn.Sequential(*actor)
-        critic = Linear(own, 2 * hidden, hidden), nn.ReLU(), Linear(own, hidden, 1, 1.0)
-        self.critic = nn.Sequential(*critic)
+        self.features = Features(args, own)
+        self.liam = Liam(args, own) if args.model == "liam" else None
+        self.gru = GRU(own, hidden) if args.model == "gru" else None
+        inputs = hidden + (args.embedding_dim if self.liam else hidden)
+        self.actor = mlp(own, [inputs, hidden, NUM_ACTIONS], 0.01)
+        self.critic = mlp(own, [inputs, hidden, 1], 1.0)
 
     @property
     def params(self):
@@ -150,26 +218,15 @@ class Agent(nn.Module):
     def forward(self, x, legal, reset, state):
         """x [S, T, n, I], legal bool [S, T, n, A], reset bool [S, T, n], the GRU's state [S, n, hidden]
         before the first step -> log-probabilities [S, T, n, A], values [S, T, n], the last state"""
-        entities, walls, rest = x.split(self.sizes, 3)
-        features = self.mix(torch.cat([self.encoder(entities.long(), walls), rest], 3))
-        states = []
-        gates = self.gru_input(features).unbind(1)
-        for gate, begins in zip(gates, reset.unbind(1), strict=True):
-            state = self.gru_step(gate, state.masked_fill(begins[..., None], 0.0))
-            states.append(state)
-        features = torch.cat([features, torch.stack(states, 1)], 3)
+        features = self.features(x)
+        if self.liam:
+            with torch.no_grad():
+                memory, states = self.liam(x, reset, state)
+        else:
+            memory = states = self.gru(features, reset, state)
+        features = torch.cat([features, memory], 3)
         log_probs = self.actor(features).masked_fill(~legal, -1e9).log_softmax(3)
-        return log_probs, self.critic(features).squeeze(3), state
-
-    def gru_step(self, gate, state):
-        """torch.nn.GRUCell, its inputs multiplied already: [S, n, 3 * hidden], [S, n, hidden]"""
-        own = torch.baddbmm(self.gru_state.bias, state, self.gru_state.weight)
-        sizes = [2 * state.shape[2], state.shape[2]]
-        gate_rz, gate_n = gate.split(sizes, 2)
-        own_rz, own_n = own.split(sizes, 2)
-        r, z = (gate_rz + own_rz).sigmoid().chunk(2, 2)
-        n = torch.addcmul(gate_n, r, own_n).tanh()
-        return torch.lerp(n, state, z)  # (1 - z) * n + z * state
+        return log_probs, self.critic(features).squeeze(3), states[:, -1]
 
 
 # ---- Learners and their games
@@ -205,7 +262,11 @@ class TrainState:
         seeds = range(args.seed, args.seed + self.games.seats.num_learners)
         agent = Agent(args, seeds).to(device)
         self.networks = {"policy": agent}
-        self.optimizer = hopplus_ppo.Adam([agent], args.learning_rate, 1e-5, max_norm=args.max_grad_norm)
+        policy = hopplus_ppo.Adam([agent], args.learning_rate, 1e-5, max_norm=args.max_grad_norm)
+        self.optimizers = {"policy": policy}
+        if agent.liam:  # the policy's loss has no gradient for it
+            liam = hopplus_ppo.Adam([agent.liam], args.liam_learning_rate, max_norm=args.max_grad_norm)
+            self.optimizers["liam"] = liam
 
 
 # ---- Rollout
@@ -215,7 +276,7 @@ def act(agent: Agent, games: Games, state: game.State):
     the start of the next: who caught what is in it."""
     env, seats = games.env, games.seats
     cells = seats.to_learners(env.cells(state))
-    walls = seats.per_learner(state.walls)[..., : agent.sizes[1]]
+    walls = seats.per_learner(state.walls)[..., : env.config.num_wall_cells]
     joint = F.one_hot(games.last_joint, NUM_ACTIONS).flatten(2)
     clock = seats.per_learner(env.clock(state))
     scalars = torch.stack([clock, games.last_reward], 2)
@@ -250,6 +311,7 @@ def rollout(state: TrainState, games: Games) -> tuple[dict, dict]:
         if step == args.num_steps:
             break
         mask = seats.to_learners(env.state.present)
+        views = seats.to_learners(env.seats_to_ego(env.cells(env.state)))
         actions = game.sample(seats.action_probs(env.state, log_probs.exp()))  # [B, N]
         all_rewards, _, over = env.advance(actions)
         seats.update(over)
@@ -264,6 +326,8 @@ def rollout(state: TrainState, games: Games) -> tuple[dict, dict]:
             "reset": reset,
             "state": before,
             "action": joint[..., 0],
+            "co_actions": joint[..., 1:],
+            "co_views": views[..., 1:, :],  # cells in the co-player's own order
             "log_prob": log_probs.gather(2, joint[..., :1]).squeeze(2),
             "reward": reward,
             "mask": mask,
@@ -292,7 +356,7 @@ def make_ppo_batch(args: Args, steps: dict, real: bool = True) -> tuple[dict, di
         advantages.append(ahead)
     advantage = torch.stack(advantages[::-1], 1)
     returns = advantage + value[:, :-1]
-    names = ("x", "legal", "reset", "state", "action", "log_prob", "mask")
+    names = ("x", "legal", "reset", "state", "action", "log_prob", "mask", "co_actions", "co_views")
     batch = {name: steps[name] for name in names}
     batch |= {"advantage": advantage, "returns": returns}
     if mask.shape[2] < args.num_minibatches:
@@ -326,6 +390,25 @@ def ppo_loss(args: Args, agent: Agent, mb: dict):
     return loss, metrics
 
 
+def liam_loss(config: StagHuntConfig, liam: Liam, mb: dict):
+    """Reconstruction of what each co-player on the board sees and does -> each seed's loss [S], metrics [S]"""
+    z, _ = liam(mb["x"], mb["reset"], mb["state"])
+    views, actions = mb["co_views"], mb["co_actions"]  # [S, T, n, K, N + P], [S, T, n, K]
+    present = views[..., 0] < config.num_cells
+    _, walls, _ = mb["x"].split(liam.features.sizes, 3)
+    planes = game.planes(config, views, walls[..., None, :]).flatten(4).float()
+    error = liam.views(z).unflatten(3, planes.shape[3:]) - planes
+    view_loss = masked_mean(0.5 * error.square().sum(4), present)
+    log_probs = liam.actions(z).unflatten(3, (-1, NUM_ACTIONS)).log_softmax(4)
+    action_loss = masked_mean(-log_probs.gather(4, actions[..., None]).squeeze(4), present)
+    metrics = {
+        "losses/liam_views": view_loss,
+        "losses/liam_actions": action_loss,
+        "liam/top1": masked_mean((log_probs.argmax(4) == actions).float(), present),
+    }
+    return view_loss + action_loss, metrics
+
+
 def ppo_update(state: TrainState, batch: dict) -> dict:
     """PPO on sequences [S, T, E, ...], in one random order for all seeds -> means [S]"""
     args = state.args
@@ -337,7 +420,12 @@ def ppo_update(state: TrainState, batch: dict) -> dict:
             mb = {name: x[:, :, index] for name, x in batch.items() if name != "state"}
             mb["state"] = batch["state"][:, index]
             loss, metrics = ppo_loss(args, agent, mb)
-            updates.append(metrics | {"losses/grad_norm": state.optimizer.step(loss)})
+            metrics["losses/grad_norm"] = state.optimizers["policy"].step(loss)
+            if agent.liam:
+                loss, reconstruction = liam_loss(args.config, agent.liam, mb)
+                state.optimizers["liam"].step(loss)
+                metrics |= reconstruction
+            updates.append(metrics)
     return {name: torch.stack([x[name].detach() for x in updates]).mean(0) for name in updates[0]}
 
 
@@ -352,7 +440,7 @@ def train_iteration(state: TrainState) -> dict:
 def save_checkpoint(path: Path, state: TrainState) -> None:
     """Flags, and weights of all seeds [S, ...]"""
     weights = {"policy": state.networks["policy"].state_dict()}
-    content = {"format": "ppo_gru 3", "script": Path(__file__).name}
+    content = {"format": "ppo_gru 4", "script": Path(__file__).name}
     content |= {"args": dataclasses.asdict(state.args), "states": [{"networks": weights}]}
     hopplus_ppo.write_checkpoint(path, content)
 
@@ -362,7 +450,7 @@ def main(args: Args) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     state = TrainState(args, 0, torch.device(args.device))
     seat = game.seats_table(args.seats, args.config.num_players).index("learner")
-    folders = hopplus_ppo.make_folders(args, "gru")
+    folders = hopplus_ppo.make_folders(args, args.model)
     writers = [hopplus_ppo.open_log(args, folder, 0) for folder in folders]
     print(folders[0])
 
@@ -373,7 +461,7 @@ def main(args: Args) -> None:
     for iteration in tqdm(range(1, num_iterations + 1)):
         decay = 0.9 * args.anneal_lr * (iteration - 1) / num_iterations
         learning_rate = args.learning_rate * (1 - decay)
-        state.optimizer.learning_rate.fill_(learning_rate)
+        state.optimizers["policy"].learning_rate.fill_(learning_rate)
         if iteration == 2:  # the first one warms up
             iterate = hopplus_ppo.capture(iterate, state)
         sums = {name: x + sums.get(name, 0.0) for name, x in iterate().items()}
@@ -382,13 +470,13 @@ def main(args: Args) -> None:
         step = iteration * args.num_envs * args.num_steps
         speed = step / (time.monotonic() - began)
         shared = {"charts/learning_rate": learning_rate, "time/SPS": speed}
-        found = {name: x.cpu().numpy() for name, x in sums.items()}
+        returns = (sums.pop("games/return") / sums.pop("games/ended"))[:, seat].tolist()
+        found = {name: x.tolist() for name, x in sums.items()}
         sums = {}
-        returns = found.pop("games/return")[:, seat] / found.pop("games/ended")[:, seat]
         for number, (folder, writer) in enumerate(zip(folders, writers, strict=True)):
-            row = {"charts/episodic_return": float(returns[number])} | shared
+            row = {"charts/episodic_return": returns[number]} | shared
             for name, x in found.items():
-                row[name] = float(x[number]) / ((iteration - 1) % args.log_every + 1)
+                row[name] = x[number] / ((iteration - 1) % args.log_every + 1)
             bad = [name for name, x in row.items() if name.startswith("losses/") and not math.isfinite(x)]
             hopplus_ppo.refuse(bad != [], f"{bad} no number in iteration {iteration}, or since the last row")
             hopplus_ppo.log(folder, writer, step, row, {})
