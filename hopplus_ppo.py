@@ -336,18 +336,15 @@ class BoardEncoder(nn.Module):
         rows = own + cells + len(kinds)
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.places = cells + 1
-        first = self.places**2 * torch.arange(len(kinds))  # of an entity in the flat lookup
-        self.register_buffer("first", first, persistent=False)
+        self.register_buffer("entity", torch.arange(len(kinds)), persistent=False)
         self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
         self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board):
         """float [M, n, X] -> [M, n, hidden]"""
-        cells = board[..., : len(self.first)].long()
-        place = torch.add(cells, cells[..., :1], alpha=self.places)
-        row = self.lookup.take(self.first + place)
+        cells = board[..., : len(self.entity)].long()
+        row = self.lookup[self.entity, cells[..., :1], cells]
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
@@ -355,7 +352,7 @@ class BoardEncoder(nn.Module):
         else:
             x = SumRows.apply(table, row)
         if self.walls is not None:
-            x = x + self.walls(board[..., len(self.first) :])
+            x = x + self.walls(board[..., len(self.entity) :])
         return self.mix(x.relu()).relu_()
 
 
@@ -1337,13 +1334,14 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     if args.has_models:
         metrics |= moa_metrics(state, steps)
         state.games.push(steps)
-    with beside(state):
+    meet(state)
+    with torch.cuda.stream(state.beside):  # at the same time as what follows
         if args.has_world:
             metrics |= measure_horizon(state, steps)  # on fresh steps, before they are trained on
             metrics |= train_model(state, "world_model", world_model_losses, args.wm_updates)
     if args.has_models:
         metrics |= train_model(state, "opponent_models", opponent_losses, args.subgoal_updates)
-    wait_beside(state)
+    meet(state)
     record_time(state, "models")
 
     batch, real_metrics = make_ppo_batch(args, steps, real=True)
@@ -1364,17 +1362,12 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     return samples
 
 
-def beside(state: TrainState):
-    """A GPU does what is called in here at the same time as what follows, up to `wait_beside`"""
-    if state.beside is None:
-        return contextlib.nullcontext()
-    state.beside.wait_stream(torch.cuda.current_stream())
-    return torch.cuda.stream(state.beside)
-
-
-def wait_beside(state: TrainState) -> None:
+def meet(state: TrainState) -> None:
+    """The two streams of a GPU wait for each other"""
     if state.beside is not None:
-        torch.cuda.current_stream().wait_stream(state.beside)
+        here = torch.cuda.current_stream()
+        state.beside.wait_stream(here)
+        here.wait_stream(state.beside)
 
 
 def add_metrics(state: TrainState, metrics: Tensors) -> None:

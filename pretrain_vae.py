@@ -231,18 +231,15 @@ class BoardEncoder(nn.Module):
         rows = own + cells + len(kinds)
         rows += -rows % 8  # a GPU reads rows faster that begin at multiples of 16 bytes
         self.register_buffer("lookup", torch.tensor(lookup), persistent=False)
-        self.places = cells + 1
-        first = self.places**2 * torch.arange(len(kinds))  # of an entity in the flat lookup
-        self.register_buffer("first", first, persistent=False)
+        self.register_buffer("entity", torch.arange(len(kinds)), persistent=False)
         self.table = nn.Parameter(0.1 * torch.randn(1, rows, 2 * hidden))
         self.walls = Linear(cells, 2 * hidden) if config.max_wall_pieces else None
         self.mix = mlp(2 * hidden, hidden, gain=math.sqrt(2))
 
     def forward(self, board):
         """float [M, n, X] -> [M, n, hidden]"""
-        cells = board[..., : len(self.first)].long()
-        place = torch.add(cells, cells[..., :1], alpha=self.places)
-        row = self.lookup.take(self.first + place)
+        cells = board[..., : len(self.entity)].long()
+        row = self.lookup[self.entity, cells[..., :1], cells]
         table = tile_weights(self.table, board)
         if row.is_cuda:  # as a product: the gradient of a lookup is slow on a GPU
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
@@ -250,7 +247,7 @@ class BoardEncoder(nn.Module):
         else:
             x = SumRows.apply(table, row)
         if self.walls is not None:
-            x = x + self.walls(board[..., len(self.first) :])
+            x = x + self.walls(board[..., len(self.entity) :])
         return self.mix(x.relu()).relu_()
 
 
