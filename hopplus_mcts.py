@@ -329,26 +329,6 @@ class Stacked:
         return {name: p.detach() for name, p in self.params.items()}
 
 
-class SumRows(torch.autograd.Function):
-    """table [M, rows, width], index int64 [M, n, k] -> sums of k rows [M, n, width]. For a CPU: the
-    gradient of F.embedding_bag takes up to twice as long."""
-
-    @staticmethod
-    def forward(context, table, index):
-        index = index + table.shape[1] * torch.arange(len(table))[:, None, None]  # in flat tables
-        context.save_for_backward(table, index)
-        sums = F.embedding_bag(index.flatten(0, 1), table.flatten(0, 1), mode="sum")
-        return sums.unflatten(0, index.shape[:2])
-
-    @staticmethod
-    def backward(context, grad):
-        table, index = context.saved_tensors
-        table_grad = torch.zeros_like(table)
-        for row in index.flatten(0, 1).unbind(1):
-            table_grad.flatten(0, 1).index_add_(0, row, grad.flatten(0, 1))
-        return table_grad, None
-
-
 class BoardEncoder(nn.Module):
     """Each player and prey is looked up by its kind and its cell relative to the observer, or by
     its number if it is gone; what is found adds up"""
@@ -386,7 +366,9 @@ class BoardEncoder(nn.Module):
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
-            x = SumRows.apply(table, row)
+            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # of all tables
+            x = F.embedding_bag(row.flatten(0, 1), table.flatten(0, 1), mode="sum")
+            x = x.unflatten(0, row.shape[:2])
         if self.walls is not None:
             x = x + self.walls(board[..., len(self.entity) :])
         return self.mix(x.relu()).relu_()
@@ -472,13 +454,14 @@ class WorldModel(nn.Module):
         target = F.pad(around[:, moves], (0, 1), value=gone)
         tables = {"around": around, "near": near, "moves": moves, "target": target}
         tables |= {"prey": torch.tensor(prey).long(), "payoffs": torch.tensor([*config.payoffs()])}
-        tables |= {"inside": (around < gone).float(), "acts": torch.eye(NUM_ACTIONS)}
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
         inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
-        self.padding = -inputs % 8  # as in BoardEncoder
-        self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
+        padding = -inputs % 8  # as in BoardEncoder
+        inside = F.pad((around < gone).float(), (0, padding))
+        tables |= {"inside": inside, "acts": torch.eye(NUM_ACTIONS)}
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+        self.trunk = mlp(inputs + padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
         # One head per own action: a bystander is none of the party. And one payoff head per size
         # of a party: one for all would pay four hunters, who are rare, as three.
         self.payoff_cases = HUNT_STAG + 2 * self.players
@@ -502,8 +485,7 @@ class WorldModel(nn.Module):
         inside = self.inside[cell]
         walls = F.pad(board[..., self.entities :].expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        nothing = board.new_zeros(*joint.shape, self.padding)
-        x = torch.cat([self.acts[joint], seen, blocked * inside, inside, nothing], 3)
+        x = torch.cat([self.acts[joint], seen, blocked * inside[..., :9], inside], 3)
         x = self.trunk(x.to(board.dtype).flatten(1, 2)).relu_()  # [M, n * N, hidden]
 
         outcome = self.outcome_head(x).view(*joint.shape, NUM_ACTIONS, 6)
@@ -513,8 +495,7 @@ class WorldModel(nn.Module):
         taken = self.prey_head(x).view(joint.shape)
         action = joint[..., 0]
         party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
-        first_hunt = HUNT_STAG * (1 - self.players) - 1
-        hunt = action * self.players + party + first_hunt
+        hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         payoff = self.payoff_head(x[:, :: self.players])
         case = torch.where(action >= HUNT_STAG, hunt, action)[..., None, None]
         payoff = payoff.view(*action.shape, self.payoff_cases, -1).take_along_dim(case, 2)[:, :, 0]
@@ -571,9 +552,8 @@ class ActorCritic(nn.Module):
 
     def inputs(self, board, clock, last_joint):
         """[M, n, X], [M, n], [M, n, N] -> [M, n, _]"""
-        acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2) * self.reads_actions
-        nothing = clock.new_zeros(*clock.shape, self.padding)
-        rest = nothing, clock[..., None], acts.to(clock.dtype)
+        acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2).to(clock.dtype)
+        rest = F.pad(clock[..., None], (self.padding, 0)), acts * self.reads_actions
         return torch.cat([self.encoder(board.to(clock.dtype)), *rest], 2)
 
     def heads(self, inputs, goals):
@@ -1570,9 +1550,8 @@ def measure_horizon(state: TrainState, steps: Tensors) -> Tensors:
     right, paid = (x.cumprod(1) * valid for x in (right, paid))
     count = valid.sum(2)  # [M, k]
     trusted = (right * paid).sum(2) >= args.trust_exact_match * count
-    anybody = count[:, 0] > 0  # else nothing was measured
-    horizon = trusted.cumprod(1).sum(1) * anybody
-    state.horizon.copy_(torch.where(anybody, horizon, state.horizon))
+    horizon = (trusted & (count[:, :1] > 0)).cumprod(1).sum(1)
+    state.horizon.copy_(torch.where(count[:, 0] > 0, horizon, state.horizon))  # else: not measured
     unknown = (steps["payoff"][..., None] - world.network.payoffs).abs().amin(3)
     metrics = {"wm/horizon": horizon.float(), "wm/unknown_reward": unknown.flatten(1).amax(1)}
     for name, x in {"exact": right, "payoff": paid}.items():
@@ -1799,8 +1778,7 @@ def add_metrics(state: TrainState, metrics: Tensors) -> None:
             refuse(wrong, f"metric {name} is {shape}, not [M] = {list(state.horizon.shape)}")
             state.sums[name] = torch.zeros(2, *shape, device=state.device)
     flat = torch.cat([x.float().flatten() for x in metrics.values()])
-    there = flat.isfinite()
-    flat = torch.stack([torch.where(there, flat, 0.0), there.float()])
+    flat = torch.stack([flat.nan_to_num(0.0, 0.0, 0.0), flat.isfinite().float()])
     sums = [state.sums[name] for name in metrics]
     new = flat.split([x.numel() for x in metrics.values()], 1)
     torch._foreach_add_(sums, [x.view_as(total) for x, total in zip(new, sums, strict=True)])

@@ -188,26 +188,6 @@ class Stacked:
         return {name: p.detach() for name, p in self.params.items()}
 
 
-class SumRows(torch.autograd.Function):
-    """table [M, rows, width], index int64 [M, n, k] -> sums of k rows [M, n, width]. For a CPU: the
-    gradient of F.embedding_bag takes up to twice as long."""
-
-    @staticmethod
-    def forward(context, table, index):
-        index = index + table.shape[1] * torch.arange(len(table))[:, None, None]  # in flat tables
-        context.save_for_backward(table, index)
-        sums = F.embedding_bag(index.flatten(0, 1), table.flatten(0, 1), mode="sum")
-        return sums.unflatten(0, index.shape[:2])
-
-    @staticmethod
-    def backward(context, grad):
-        table, index = context.saved_tensors
-        table_grad = torch.zeros_like(table)
-        for row in index.flatten(0, 1).unbind(1):
-            table_grad.flatten(0, 1).index_add_(0, row, grad.flatten(0, 1))
-        return table_grad, None
-
-
 class BoardEncoder(nn.Module):
     """Each player and prey is looked up by its kind and its cell relative to the observer, or by
     its number if it is gone; what is found adds up"""
@@ -245,7 +225,9 @@ class BoardEncoder(nn.Module):
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
-            x = SumRows.apply(table, row)
+            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # of all tables
+            x = F.embedding_bag(row.flatten(0, 1), table.flatten(0, 1), mode="sum")
+            x = x.unflatten(0, row.shape[:2])
         if self.walls is not None:
             x = x + self.walls(board[..., len(self.entity) :])
         return self.mix(x.relu()).relu_()

@@ -206,13 +206,14 @@ class WorldModel(nn.Module):
         target = F.pad(around[:, moves], (0, 1), value=gone)
         tables = {"around": around, "near": near, "moves": moves, "target": target}
         tables |= {"prey": torch.tensor(prey).long(), "payoffs": torch.tensor([*config.payoffs()])}
-        tables |= {"inside": (around < gone).float(), "acts": torch.eye(NUM_ACTIONS)}
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
         inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
-        self.padding = -inputs % 8  # as in BoardEncoder
-        self.trunk = mlp(inputs + self.padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
+        padding = -inputs % 8  # as in BoardEncoder
+        inside = F.pad((around < gone).float(), (0, padding))
+        tables |= {"inside": inside, "acts": torch.eye(NUM_ACTIONS)}
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+        self.trunk = mlp(inputs + padding, args.wm_hidden, args.wm_hidden, gain=math.sqrt(2))
         # One head per own action: a bystander is none of the party. And one payoff head per size
         # of a party: one for all would pay four hunters, who are rare, as three.
         self.payoff_cases = HUNT_STAG + 2 * self.players
@@ -236,8 +237,7 @@ class WorldModel(nn.Module):
         inside = self.inside[cell]
         walls = F.pad(board[..., self.entities :].expand(-1, -1, self.gone), (0, 1), value=1)
         blocked = walls.gather(2, around.flatten(2)).view(around.shape)  # also off the board
-        nothing = board.new_zeros(*joint.shape, self.padding)
-        x = torch.cat([self.acts[joint], seen, blocked * inside, inside, nothing], 3)
+        x = torch.cat([self.acts[joint], seen, blocked * inside[..., :9], inside], 3)
         x = self.trunk(x.to(board.dtype).flatten(1, 2)).relu_()  # [M, n * N, hidden]
 
         outcome = self.outcome_head(x).view(*joint.shape, NUM_ACTIONS, 6)
@@ -247,8 +247,7 @@ class WorldModel(nn.Module):
         taken = self.prey_head(x).view(joint.shape)
         action = joint[..., 0]
         party = ((cell == cell[..., :1]) & (joint == joint[..., :1])).sum(2)
-        first_hunt = HUNT_STAG * (1 - self.players) - 1
-        hunt = action * self.players + party + first_hunt
+        hunt = HUNT_STAG + (action - HUNT_STAG) * self.players + party - 1
         payoff = self.payoff_head(x[:, :: self.players])
         case = torch.where(action >= HUNT_STAG, hunt, action)[..., None, None]
         payoff = payoff.view(*action.shape, self.payoff_cases, -1).take_along_dim(case, 2)[:, :, 0]
