@@ -63,6 +63,7 @@ def methods(hopplus_steps: int, mixed_steps: int, rate: str) -> dict[str, Method
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
         "PPO, mixed": Method(PPO, 1024, mixed_steps, f"--method ppo {rate} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, mixed_steps, f"{MIXED_GRU} {rate}"),
+        "LIAM, mixed": Method(GRU, 1024, mixed_steps, f"--model liam {MIXED_GRU} {rate}"),
         f"{OMG}, mixed": Method(PPO, 1024, mixed_steps, f"{MIXED_OMG} {rate}"),
         "HOP+": Method(PPO, 256, hopplus_steps),
     }
@@ -127,6 +128,7 @@ ARMS = {
     "PPO": (PPO, "--method ppo"),
     OMG: (PPO, "--method ppo-omg --subgoals inferred"),
     "GRU": (GRU, ""),
+    "LIAM": (GRU, "--model liam"),
 }
 ARM = f"{TEST_SEEDS} --learning-rate 1e-3 --ent-coef 0.01 --log-every 5 --num-envs 256"  # of each of these
 ONE = "--num-stags 2 --population first_stag,last_stag,nearest_hare --seats learner,mixed,nearest_hare,nearest_hare"

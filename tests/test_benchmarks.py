@@ -83,13 +83,11 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
 
 
 def test_docs_data_has_the_sections_tables_and_nothing_else():
-    labels = {}
-    for path in experiments.ROOT.glob("docs/data/*"):
-        name = path.stem.partition("_")[0]
-        if name != "decisions":
-            assert set(tables.labels_in(tables.read_csv(path))) == sections.SECTIONS[name].runs.keys(), path
-            labels[name] = path
-    assert labels.keys() == sections.SECTIONS.keys() - {"first"}
+    names = {path.stem.partition("_")[0]: path for path in experiments.ROOT.glob("docs/data/*")}
+    del names["decisions"]
+    assert names.keys() == sections.SECTIONS.keys() - {"first"}
+    for name, path in names.items():
+        assert set(tables.labels_in(tables.read_csv(path))) <= sections.SECTIONS[name].runs.keys(), path
 
 
 @pytest.mark.parametrize(
