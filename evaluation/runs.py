@@ -41,7 +41,7 @@ CALLED = (
     "ppo_update",
     # How it searches (hopplus_mcts.py)
     "plan_actions",
-    # Of ppo_gru.py, which has no models, frozen_players.py also calls act and remember
+    # Of ppo_gru.py, which has no perceive, frozen_players.py also calls act and remember
 )
 FROZEN = {
     "compile": False,
