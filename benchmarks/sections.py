@@ -1,25 +1,27 @@
 """What experiments.py runs: sections, each with its runs and their flags."""
 
-import dataclasses
 from typing import NamedTuple
 
 PPO = "hopplus_ppo.py"
 MCTS = "hopplus_mcts.py"
 GRU = "benchmarks/baselines/ppo_gru.py"
+VAE = "pretrain_vae.py"
+OMG = "+ subgoals (OMG)"
+SEARCH = "HOP+ with search"
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
+    """In flags and commands @NAME is the folder of a run of section `first`"""
+
+    script: str
     flags: str
-    script: str = PPO
-    before: tuple[str, ...] = ()  # commands whose checkpoints the flags name: BEFORE_0, BEFORE_1
-    then: tuple[str, ...] = ()  # commands for its folder, RUN; OTHERS_4x4: those of section `others`
+    then: tuple[str, ...] = ()  # commands for its folder, RUN
 
 
 class Section(NamedTuple):
     title: str
     runs: dict[str, Run]
-    columns: tuple[str, ...] = ()  # what its table says of each run beside the return
+    columns: tuple[str, ...] = ()  # of its table
 
 
 TEST_SEEDS = "--seed 11 --num-seeds 5"
@@ -27,19 +29,20 @@ BOARDS = {"4x4": "", "8x8": "--height 8 --width 8"}
 
 
 def label_of(name: str, board: str) -> str:
-    """The name in tables: of the larger board it says so"""
     return name if board == "4x4" else f"{name}, {board}"
 
 
-def board_of(label: str) -> str:
-    return "8x8" if label.endswith("8x8") else "4x4"
+def split_label(label: str) -> tuple[str, str]:
+    """-> name, board"""
+    name = label.removesuffix(", 8x8")
+    return name, "4x4" if name == label else "8x8"
 
 
 def join(*flags: str) -> str:
     return " ".join(" ".join(flags).split())
 
 
-# ---- Learners that meet others
+# ---- The worst case: learners that meet others
 class Method(NamedTuple):
     script: str
     games: int
@@ -60,7 +63,8 @@ def methods(hopplus_steps: int, mixed_steps: int, rate: str) -> dict[str, Method
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
         "PPO, mixed": Method(PPO, 1024, mixed_steps, f"--method ppo {rate} {MIXED}"),
         "GRU, mixed": Method(GRU, 1024, mixed_steps, f"{MIXED_GRU} {rate}"),
-        "+ subgoals, mixed": Method(PPO, 1024, mixed_steps, f"{MIXED_OMG} {rate}"),
+        "LIAM, mixed": Method(GRU, 1024, mixed_steps, f"--model liam {MIXED_GRU} {rate}"),
+        f"{OMG}, mixed": Method(PPO, 1024, mixed_steps, f"{MIXED_OMG} {rate}"),
         "HOP+": Method(PPO, 256, hopplus_steps),
     }
 
@@ -88,242 +92,208 @@ ADAPT = "evaluation/adapt.py RUN --no-references"
 BEST = "evaluation/adapt.py RUN --best-response-steps 8000000"
 
 
-def method_flags(method: Method, board: str, seeds: str) -> str:
+def method_run(method: Method, board: str, seeds: str, then: tuple[str, ...] = ()) -> Run:
     size = f"--num-envs {method.games} --total-timesteps {method.steps}"
-    return join(seeds, "--log-every 5", BOARDS[board], size, method.flags)
+    return Run(method.script, join(seeds, "--log-every 5", BOARDS[board], size, method.flags), then)
 
 
 def method_runs() -> dict[str, Run]:
     """The references of a board are measured beside its PPO"""
     runs = {}
     for board, methods in METHODS.items():
+        met = " ".join(f"{name}=@{name}-{board}" for name in OTHERS[board])
         for name, method in methods.items():
             command = BEST if name == "PPO" else ADAPT
-            learned = f"{command} --sets learned --others OTHERS_{board}"
-            then = (command, f"{command} --sets strangers", learned)
-            flags = method_flags(method, board, TEST_SEEDS)
-            runs[label_of(name, board)] = Run(flags, method.script, then=then)
+            then = (command, f"{command} --sets strangers", f"{command} --sets learned --others {met}")
+            runs[label_of(name, board)] = method_run(method, board, TEST_SEEDS, then)
     return runs
 
 
-def other_runs(board: str) -> dict[str, Run]:
+def first_runs() -> dict[str, Run]:
     runs = {}
-    for name, method in OTHERS[board].items():
-        seeds = "--seed 31 --num-seeds 1" if method.script == GRU else "--seed 31 --num-seeds 2"
-        runs[name] = Run(method_flags(method, board, seeds), method.script)
+    for board, methods in OTHERS.items():
+        for name, method in methods.items():
+            seeds = "--seed 31 --num-seeds 1" if method.script == GRU else "--seed 31 --num-seeds 2"
+            runs[f"{name}-{board}"] = method_run(method, board, seeds)
+    for loss in ("recon", "moa", "both"):
+        runs[f"vae-{loss}"] = Run(VAE, f"{TEST_SEEDS} --loss {loss}")
     return runs
 
 
-MEETING_RUNS = method_runs()
-OTHER_RUNS = {label_of(name, board): run for board in BOARDS for name, run in other_runs(board).items()}
+WORST = method_runs()
+LEARNED = {name: run._replace(then=()) for name, run in WORST.items()}  # the trainings alone
 
 # ---- Where knowing pays: one learner, whose partner is one of three; the others hunt hares
-LADDER = f"{TEST_SEEDS} --learning-rate 1e-3 --ent-coef 0.01 --log-every 5"  # of every arm
-ARMS = {  # what the policy may know: script and flags
-    "none": (PPO, "--method ppo"),
-    "actions": (PPO, "--method ppo-omg --subgoals actions"),
-    "inferred": (PPO, "--method ppo-omg --subgoals inferred"),
+ARMS = {
+    "PPO": (PPO, "--method ppo"),
+    OMG: (PPO, "--method ppo-omg --subgoals inferred"),
     "GRU": (GRU, ""),
+    "LIAM": (GRU, "--model liam"),
 }
+ARM = f"{TEST_SEEDS} --learning-rate 1e-3 --ent-coef 0.01 --log-every 5 --num-envs 256"  # of each of these
 ONE = "--num-stags 2 --population first_stag,last_stag,nearest_hare --seats learner,mixed,nearest_hare,nearest_hare"
-TASKS = {  # board -> title, flags, steps
-    "8x8": ("8x8, 9 steps, the partner stays", f"{BOARDS['8x8']} --final-time 9 --redraw never {ONE}", 8_000_000),
-    "4x4": ("4x4, 5 steps, the partner stays", f"--final-time 5 --redraw never {ONE}", 5_000_000),
+TASKS = {
+    "4x4": f"--final-time 5 --redraw never {ONE} --total-timesteps 5000000",
+    "8x8": f"{BOARDS['8x8']} --final-time 9 --redraw never {ONE} --total-timesteps 8000000",
 }
-PARTNERS = "evaluation/partners.py RUN"
 # Those of the training, and partners whom nobody met there
-MEET_PARTNERS = (PARTNERS, *(f"{PARTNERS} --population {name}" for name in ("nearest_stag", "left_stag")))
+PARTNERS = (
+    "evaluation/partners.py RUN",
+    "evaluation/partners.py RUN --population nearest_stag",
+    "evaluation/partners.py RUN --population left_stag",
+)
+PARTNER_COLUMNS = ("game 1", "game 2", "games 3 to 20", "shuffled", "nearest_stag", "left_stag")
 
 
-def arms(board: str, games: int, names, then: tuple[str, ...]) -> dict[str, Run]:
-    _, flags, steps = TASKS[board]
+def partner_runs() -> dict[str, Run]:
     runs = {}
-    for name in names:
-        script, own = ARMS[name]
-        words = join(LADDER, f"--num-envs {games}", flags, f"--total-timesteps {steps}", own)
-        runs[name] = Run(words, script, then=then)
+    for board, task in TASKS.items():
+        for name, (script, flags) in ARMS.items():
+            runs[label_of(name, board)] = Run(script, join(ARM, task, flags), PARTNERS)
+        runs[label_of("HOP+", board)] = Run(PPO, f"{TEST_SEEDS} {task}", PARTNERS)
     return runs
 
 
-def ladder(board: str) -> Section:
-    title, flags, steps = TASKS[board]
-    hopplus = Run(f"{TEST_SEEDS} {flags} --total-timesteps {steps}", then=MEET_PARTNERS)
-    return Section(title, arms(board, 1024, ARMS, MEET_PARTNERS) | {"HOP+": hopplus})
-
-
-def more_updates() -> dict[str, Run]:
-    """With as many games at once as HOP+: a quarter of the ladder's, so four times the updates"""
-    runs = {}
-    for board in BOARDS:
-        for name, run in arms(board, 256, ("none", "inferred", "GRU"), (PARTNERS,)).items():
-            runs[label_of(name, board)] = run
-    return runs
-
-
-# ---- How much imagination
-DOSES = {  # flag -> its values, from little to much imagination
-    "ppo-real-ratio": ("1", "0.5", "0.2", "0.05"),
-    "imagined-weight": ("0.25", "1", "4"),
-    "critic-data": ("real", "mixed"),
-    "imagination-horizon": ("1", "4", "16", "32"),
-}
-HOPPLUS_DOSE = {"ppo-real-ratio": "0.2", "imagined-weight": "1", "critic-data": "mixed", "imagination-horizon": "16"}
+# ---- How much imagination: each flag alone changed, "..." from the first
+DOSES = (
+    "--ppo-real-ratio 0.2",
+    "... --imagined-weight 0.25",
+    "... --imagined-weight 4",
+    "... --critic-data real",
+    "... --imagination-horizon 1",
+    "... --imagination-horizon 4",
+    "... --imagination-horizon 32",
+    "--ppo-real-ratio 0.05",
+    "--ppo-real-ratio 0.5",
+    "--ppo-real-ratio 1",
+)
 DOSE_STEPS = {"4x4": 500_000, "8x8": 1_000_000}
 
 
-def dose_label(flag: str, value: str, board: str) -> str:
-    return label_of("HOP+" if value == HOPPLUS_DOSE[flag] else f"{flag} {value}", board)
-
-
 def dose_runs() -> dict[str, Run]:
-    """Each flag alone changed"""
     runs = {}
-    base = f"--ppo-real-ratio {HOPPLUS_DOSE['ppo-real-ratio']}"
     for board, steps in DOSE_STEPS.items():
-        flags = join(TEST_SEEDS, "--log-every 2", BOARDS[board], f"--total-timesteps {steps}")
-        runs[label_of("HOP+", board)] = Run(f"{flags} {base}")
-        for flag, values in DOSES.items():
-            for value in values:
-                if value != HOPPLUS_DOSE[flag]:
-                    own = f"--{flag} {value}" if flag == "ppo-real-ratio" else f"--{flag} {value} {base}"
-                    runs[dose_label(flag, value, board)] = Run(f"{flags} {own}")
+        for name in DOSES:
+            own = name.replace("...", DOSES[0])
+            flags = join(TEST_SEEDS, "--log-every 2", BOARDS[board], f"--total-timesteps {steps}", own)
+            runs[label_of(name, board)] = Run(PPO, flags)
     return runs
 
 
-# ---- Time and return; `speed.py --cases decisions` measures the same methods
-TIMED = {  # script, flags, pace
+# ---- Search; `speed.py --cases decisions` measures the same methods
+SEARCHED = {  # script, flags, pace
     "PPO": (PPO, "--method ppo", "fast"),
-    "PPO + subgoals": (PPO, "--method ppo-omg", "fast"),
-    "Direct-OM": (PPO, "--method ppo-omg --subgoals actions", "fast"),
+    OMG: (PPO, "--method ppo-omg", "fast"),
     "HOP+": (PPO, "", "imagines"),
-    "search": (MCTS, "", "searches"),
-    "search, one step": (MCTS, "--planner one-step", "searches"),
-    "search, Gumbel": (MCTS, "--root gumbel", "searches"),
-    "search, infers in the tree": (MCTS, "--infer-in-tree", "searches"),
-    "search, Direct-OM": (MCTS, "--subgoals actions", "searches"),
+    SEARCH: (MCTS, "", "searches"),
+    "... Gumbel at the root": (MCTS, "--root gumbel", "searches"),
+    "... 4 simulations": (MCTS, "--num-simulations 4", "searches"),
+    "... 32 simulations": (MCTS, "--num-simulations 32", "searches"),
+    "... one step ahead": (MCTS, "--planner one-step", "searches"),
+    "... no search": (MCTS, "--planner none", "searches"),
+    "... no search, learning rate 5e-4": (MCTS, "--planner none --learning-rate 5e-4", "searches"),
     "HOP": (MCTS, "--method hop", "searches"),
 }
-TIMED_STEPS = 122_880  # every run has a line there
-PACES = {  # what is fast trains for longer, so that it can be compared after equal time too
+PACES = {
     "fast": "--total-timesteps 1600000 --log-every 5 --learning-rate 5e-4",
     "imagines": "--total-timesteps 310000 --log-every 1",
     "searches": "--total-timesteps 122880 --log-every 1",
 }
 
 
-def timed_runs() -> dict[str, Run]:
+def searched_runs() -> dict[str, Run]:
     runs = {}
-    for name, (script, flags, pace) in TIMED.items():
-        runs[name] = Run(join(TEST_SEEDS, "--num-envs 256", PACES[pace], flags), script)
+    for name, (script, flags, pace) in SEARCHED.items():
+        runs[name] = Run(script, join(TEST_SEEDS, "--num-envs 256", PACES[pace], flags))
     return runs
 
 
 # ---- The other questions
 LARGE = BOARDS["8x8"]
-QUICK = "--num-envs 256 --learning-rate 5e-4"  # PPO with few steps
-QUICK_8X8 = "--num-envs 256 --learning-rate 1e-4"  # with 5e-4 it would end with hares
-SUBGOALS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 300000 --method ppo-omg {QUICK}"
-SEARCH = f"{TEST_SEEDS} --num-envs 256 --total-timesteps 122880 --log-every 1"
-FEW = f"{TEST_SEEDS} --log-every 2 --total-timesteps 100000 --num-envs 64"
-TWO_STAGS = f"{TEST_SEEDS} --log-every 2 --total-timesteps 1000000 --num-stags 2"
-ABLATED = MEETING_RUNS["HOP+"].flags
-EVALUATE = "evaluation/evaluate.py RUN"
-UNPREPARED = "--pretraining-updates 0"
-ALONE = f"{TEST_SEEDS} --log-every 5 --total-timesteps 1000000 {MIXED} --redraw never"
-ONLINE = f"{TEST_SEEDS} --log-every 2 --total-timesteps 600000"
-MODELS = (EVALUATE, f"{EVALUATE} {MIXED}")
-PREPARED_BEFORE = (f"pretrain_vae.py {TEST_SEEDS}", f"pretrain_world_model.py {TEST_SEEDS}")
-PREPARED = "--vae-checkpoint BEFORE_0 --world-model-checkpoint BEFORE_1"
-PREPARATIONS = {
-    "nothing watched": Run(f"{ONLINE} {UNPREPARED} --offline-ratio 0", then=MODELS),
-    "no preparation": Run(f"{ONLINE} {UNPREPARED}", then=MODELS),
-    "preparation (default)": Run(ONLINE, then=MODELS),
-    "pretraining scripts": Run(f"{ONLINE} {UNPREPARED} {PREPARED}", then=MODELS, before=PREPARED_BEFORE),
-}
+FEW_GAMES = "--num-envs 256 --learning-rate 5e-4"  # PPO with few steps
+FEW_GAMES_8X8 = "--num-envs 256 --learning-rate 1e-4"  # with 5e-4 it would end with hares
+QUICK = f"{TEST_SEEDS} --log-every 2"
+TWO_STAGS = f"{QUICK} --total-timesteps 1000000 --num-stags 2"
 WALLS = f"{TEST_SEEDS} {LARGE} --max-wall-pieces 5"
 PPO_WALLS = f"{WALLS} --log-every 5 --num-envs 1024 --method ppo --total-timesteps 4000000"
-BEST_WALLS = "evaluation/adapt.py RUN --best-response-steps 4000000"
+SUBGOALS = f"{QUICK} --total-timesteps 300000 --method ppo-omg {FEW_GAMES}"
+ALONE = f"{TEST_SEEDS} --log-every 5 --total-timesteps 1000000 {MIXED} --redraw never"
+EVALUATE = "evaluation/evaluate.py RUN"
+ONLINE = f"{QUICK} --total-timesteps 600000"
+UNPREPARED = "--pretraining-updates 0"
+PREPARED = Run(PPO, ONLINE, (EVALUATE, f"{EVALUATE} {MIXED}"))
+SMALL = f"{QUICK} --total-timesteps 100000 --num-envs 64"
 
-
-def vae_run(loss: str) -> Run:
-    before = f"pretrain_vae.py {TEST_SEEDS} --loss {loss}"
-    return Run(f"{SUBGOALS} --vae-checkpoint BEFORE_0", then=(ADAPT,), before=(before,))
-
-
+STEPS = ("steps_to_2.8", "return")
+WATCHED = ("steps_to_2.8", "watched_to_2.8", "return")
+SECONDS = ("steps_to_2.8", "watched_to_2.8", "seconds_to_2.8", "return")
 SECTIONS = {
-    "stays-8x8": ladder("8x8"),
-    "stays-4x4": ladder("4x4"),
-    "more-updates": Section("The partner stays, 256 games at once", more_updates()),
-    "3": Section(
+    "first": Section("What other sections start from, or meet: to be run before these", first_runs()),
+    "worst": Section("The worst case", WORST),
+    "partners": Section("Where knowing pays", partner_runs(), PARTNER_COLUMNS),
+    "self-play": Section(
+        "Self-play",
+        {
+            "PPO, 1 024 games": LEARNED["PPO"],
+            "PPO, 256 games": Run(PPO, f"{QUICK} --method ppo --total-timesteps 600000 {FEW_GAMES}"),
+            "HOP+, 256 games": LEARNED["HOP+"],
+            "PPO, 1 024 games, 8x8": LEARNED["PPO, 8x8"],
+            "PPO, 256 games, 8x8": Run(PPO, f"{QUICK} {LARGE} --method ppo --total-timesteps 2000000 {FEW_GAMES_8X8}"),
+            "HOP+, 256 games, 8x8": LEARNED["HOP+, 8x8"],
+        },
+        WATCHED,
+    ),
+    "two-stags": Section(
+        "Two stags",
+        {
+            "PPO": Run(PPO, f"{TWO_STAGS} --method ppo {FEW_GAMES}"),
+            "HOP+": Run(PPO, TWO_STAGS),
+        },
+        ("return",),
+    ),
+    "walls": Section(
+        "A board with walls",
+        {
+            "PPO": Run(PPO, PPO_WALLS),
+            "PPO, learning rate 3e-4": Run(PPO, f"{PPO_WALLS} {SLOW}"),
+            "HOP+": Run(PPO, f"{WALLS} --log-every 5 --total-timesteps 4000000"),
+            SEARCH: Run(MCTS, f"{WALLS} --log-every 2 --total-timesteps 240000"),
+        },
+        STEPS,
+    ),
+    "imagination": Section("How much imagination?", dose_runs(), STEPS),
+    "vae": Section(
         "VAE: reconstruction or action loss?",
-        {loss: vae_run(loss) for loss in ("recon", "moa", "both")},
-        ("before/top1", "before/nll", "steps_to_2.8"),
-    ),
-    "6": Section(
-        "Search",
-        {
-            "pUCT, 16 x 2 (default)": Run(SEARCH, MCTS),
-            "Gumbel": Run(f"{SEARCH} --root gumbel", MCTS),
-            "one step": Run(f"{SEARCH} --planner one-step", MCTS),
-            "no search": Run(f"{SEARCH} --planner none", MCTS),
-            "no search, learning rate 5e-4": Run(f"{SEARCH} --planner none --learning-rate 5e-4", MCTS),
-            "4 simulations": Run(f"{SEARCH} --num-simulations 4", MCTS),
-            "32 simulations": Run(f"{SEARCH} --num-simulations 32", MCTS),
-        },
-        ("steps_to_2.8", "fall"),
-    ),
-    "dose": Section(
-        "How much imagination?",
-        dose_runs(),
-        ("steps_to_2.8", "real_samples", "imagined_samples"),
-    ),
-    "7": Section(
-        "Self-play, what a part of HOP+ is worth, and the worst case beside players nobody trained with",
-        {
-            **MEETING_RUNS,
-            "HOP+, no memory": Run(f"{ABLATED} --memory-discount 0", then=(ADAPT,)),
-            "HOP+, policy without subgoals": Run(f"{ABLATED} --subgoals none", then=(ADAPT,)),
-            "PPO, few steps": Run(f"{TEST_SEEDS} --log-every 2 --method ppo --total-timesteps 600000 {QUICK}"),
-            "PPO, few steps, 8x8": Run(
-                f"{TEST_SEEDS} --log-every 2 {LARGE} --method ppo --total-timesteps 2000000 {QUICK_8X8}"
-            ),
-            "HOP+, few steps": Run(FEW),
-            "few, discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 8"),
-            "few, 4 discrete goals": Run(f"{FEW} --goal-kind discrete --goal-dim 4"),
-            "few, no subgoals": Run(f"{FEW} --subgoals none"),
-            "PPO, 4h2s": Run(f"{TWO_STAGS} --method ppo {QUICK}"),
-            "HOP+, 4h2s": Run(TWO_STAGS),
-        },
-        ("steps_to_2.8",),
-    ),
-    "others": Section("Learners that those of section 7 meet", OTHER_RUNS, ("stag",)),
-    "time": Section(
-        "Return after equal steps and after equal time",
-        timed_runs(),
-        ("steps_to_2.8", "all_seconds_to_2.8"),
+        {loss: Run(PPO, f"{SUBGOALS} --vae-checkpoint @vae-{loss}") for loss in ("recon", "moa", "both")},
+        STEPS,
     ),
     "moa": Section(
         "How well does MOA predict each kind of co-player?",
         {
-            "mixed": Run(ALONE, then=(EVALUATE,)),
-            "mixed, no pretraining": Run(f"{ALONE} {UNPREPARED}", then=(EVALUATE,)),
-            "self-play": PREPARATIONS["preparation (default)"],
-            "self-play, no pretraining": PREPARATIONS["no preparation"],
+            "beside rule-based players": Run(PPO, ALONE, (EVALUATE,)),
+            "in self-play": PREPARED,
         },
     ),
     "pretraining": Section(
         "Does pretraining pay?",
-        PREPARATIONS,
-        ("steps_to_2.8", "all_steps_to_2.8", "all_seconds_to_2.8", "moa_gap", "after/probe", "after/probe_majority"),
-    ),
-    "walls": Section(
-        "Four players, 8x8, up to five wall pieces",
         {
-            "PPO": Run(PPO_WALLS),
-            "PPO, learning rate 3e-4": Run(f"{PPO_WALLS} --learning-rate 3e-4", then=(BEST_WALLS,)),
-            "HOP+": Run(f"{WALLS} --log-every 5 --total-timesteps 4000000", then=(ADAPT,)),
-            "HOP+ MCTS": Run(f"{WALLS} --log-every 2 --total-timesteps 240000", MCTS),
+            "nothing watched": Run(PPO, f"{ONLINE} {UNPREPARED} --offline-ratio 0"),
+            "watched beside the training alone": Run(PPO, f"{ONLINE} {UNPREPARED}"),
+            "and before it (default)": PREPARED,
         },
-        ("steps_to_2.8",),
+        (*SECONDS, "moa_gap"),
+    ),
+    "search": Section("Search", searched_runs(), SECONDS),
+    "goals": Section(
+        "Discrete goals, memory, no subgoals",
+        {
+            "HOP+, 64 games": Run(PPO, SMALL),
+            "... 8 discrete goals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 8"),
+            "... 4 discrete goals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 4"),
+            "... policy reads no subgoals": Run(PPO, f"{SMALL} --subgoals none"),
+            "HOP+, 256 games": LEARNED["HOP+"],
+            "... no memory": Run(PPO, f"{WORST['HOP+'].flags} --memory-discount 0"),
+        },
+        STEPS,
     ),
 }

@@ -1,16 +1,19 @@
-"""How fast are the game, the game with its learners' networks, and a whole iteration; where does the time go?
+"""How fast are a whole iteration, a decision and the game alone; where does the time go?
 
     python benchmarks/speed.py                           # iterations, on the GPU if there is one
     python benchmarks/speed.py --cases decisions         # ms a decision of every method
+    python benchmarks/speed.py --cases game              # env-steps/s with random legal actions
     python benchmarks/speed.py --flags="--method ppo --num-envs 4096"     # one case of your own
 
 Medians of --repeats after warm-up, without logging. The models are not pretrained: a step costs the same.
 A decision is one step of the game: all its learners perceive, infer, perhaps search, and act.
+The game alone writes all observations; on a GPU it is compiled and in a CUDA graph.
 Writes `<cases>_gpu.csv` (or `_cpu.csv`) to --folder, of --flags `own.csv`.
 """
 
 import dataclasses
 import importlib
+import itertools
 import os
 import statistics
 import sys
@@ -19,9 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.sections import MCTS, PPO, TIMED
-from benchmarks.tables import write
-from stag_hunt_env import NUM_ACTIONS
+from benchmarks.sections import MCTS, PPO, SEARCHED
+from evaluation.runs import write_csv
+from stag_hunt_env import StagHuntConfig, StagHuntEnv
 
 import torch
 import tyro
@@ -51,12 +54,13 @@ ITERATIONS = {  # name: (script, flags)
     },
 }
 DECISION_GAMES = {"cuda": (1, 4096), "cpu": (1, 64)}
+ALONE_GAMES = {"cuda": (4096, 65536, 524288), "cpu": (4096,)}
 DECISION_STEPS = 8  # measured together; then policy and value look once more, as in training
 
 
 @dataclasses.dataclass
 class Args:
-    cases: Literal["iterations", "decisions"] = "iterations"
+    cases: Literal["iterations", "decisions", "game"] = "iterations"
     only: str = ""  # only cases whose name begins with this
     flags: str | None = None  # measure only a script with these flags
     script: str = PPO  # --flags: of which script
@@ -91,26 +95,10 @@ def make_state(script: str, flags: str, device: str):
     return module, module.TrainState(args, 0, torch.device(device))
 
 
-def captured(module, state, function):
-    function()
-    return module.capture(function, state)
-
-
 def measure_iteration(script: str, flags: str, repeats: int, device: str) -> dict[str, float]:
-    """One iteration, its stages, and the game in it"""
+    """One iteration and its stages"""
     module, state = make_state(script, flags, device)
-    args, env = state.args, state.env
-    shape = args.num_steps, env.num_envs, args.config.num_players
-    actions = torch.randint(NUM_ACTIONS, shape, device=device)
-
-    def play_at_random():
-        for step in range(args.num_steps):
-            env.advance(actions[step])
-
-    plays = {"game": play_at_random, "game_and_policy": lambda: module.rollout(state, state.games)}
-    seconds = {}
-    for name, play in plays.items():
-        seconds[name] = median_seconds(captured(module, state, play), repeats, device)
+    args = state.args
     stages = module.make_stages(state)
     cycle = 1
     if "watch" in stages:
@@ -132,18 +120,15 @@ def measure_iteration(script: str, flags: str, repeats: int, device: str) -> dic
         passed.append(times)
 
     full = median_seconds(train, repeats, device) / cycle
-    steps = args.num_steps * env.num_envs
+    steps = args.num_steps * args.num_envs
     row = {
         "env_steps_per_s": steps / full,
         "agent_steps_per_s": steps * args.config.num_players / full,
-        "game_only_env_steps_per_s": steps / seconds["game"],
-        "game_and_policy_env_steps_per_s": steps / seconds["game_and_policy"],
         "iteration_ms": 1000 * full,
     }
     for name in passed[0]:
         row[f"{name}_ms"] = statistics.median(times[name] for times in passed[3:])
     if device == "cuda":
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     return row
 
@@ -151,8 +136,41 @@ def measure_iteration(script: str, flags: str, repeats: int, device: str) -> dic
 def measure_decision(script: str, flags: str, repeats: int, device: str) -> dict[str, float]:
     flags += f" --num-steps {DECISION_STEPS} --imagination-horizon {DECISION_STEPS} --num-minibatches 1"
     module, state = make_state(script, flags, device)
-    play = captured(module, state, lambda: module.rollout(state, state.games))
+
+    def play():
+        return module.rollout(state, state.games)
+
+    play()
+    play = module.capture(play, state)
     return {"milliseconds": 1000 * median_seconds(play, repeats, device) / DECISION_STEPS}
+
+
+def random_actions(env, uniform) -> torch.Tensor:
+    """Of each player the legal action whose stretch of [0, 1) holds the number"""
+    edges = env.legal_actions(env.state).cumsum(-1)
+    return (edges[..., :-1] <= uniform[..., None] * edges[..., -1:]).sum(-1)
+
+
+def measure_game(side: int, games: int, repeats: int, device: str) -> dict[str, float]:
+    config = StagHuntConfig(height=side, width=side)
+    env = StagHuntEnv(config, games, device, 1, compile=device == "cuda")
+    choose = torch.compile(random_actions, dynamic=False) if device == "cuda" else random_actions
+
+    def play():
+        for _ in range(10):
+            uniform = torch.rand(games, config.num_players, generator=env.generator, device=device)
+            env.step(choose(env, uniform))
+
+    if device == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):  # compiles
+            play()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(env.generator)
+        with torch.cuda.graph(graph):
+            play()
+        play = graph.replay
+    return {"env_steps_per_s": 10 * games / median_seconds(play, repeats, device)}
 
 
 def choose_cases(args: Args) -> dict[str, tuple]:
@@ -161,9 +179,14 @@ def choose_cases(args: Args) -> dict[str, tuple]:
         return {"own": (measure_iteration, args.script, args.flags)}
     if args.cases == "decisions":
         cases = {}
-        for name, (script, flags, _) in TIMED.items():
+        for name, (script, flags, _) in SEARCHED.items():
             for games in DECISION_GAMES[args.device]:
-                cases[f"{name}, {games} game(s)"] = measure_decision, script, f"{flags} --num-envs {games}"
+                size = "1 game" if games == 1 else f"{games} games"
+                cases[f"{name}, {size}"] = measure_decision, script, f"{flags} --num-envs {games}"
+    elif args.cases == "game":
+        cases = {}
+        for side, games in itertools.product((4, 8), ALONE_GAMES[args.device]):
+            cases[f"{side}x{side}, {games} games"] = measure_game, side, games
     else:
         cases = {name: (measure_iteration, *case) for name, case in ITERATIONS[args.device].items()}
     return {name: case for name, case in cases.items() if name.startswith(args.only)}
@@ -177,13 +200,11 @@ def main(args: Args) -> list[dict]:
     kind = "gpu" if args.device == "cuda" else "cpu"
     path = Path(args.folder) / ("own.csv" if args.flags is not None else f"{args.cases}_{kind}.csv")
     rows = []
-    for name, (measure, script, flags) in choose_cases(args).items():
-        row = {"case": name, "script": script, "flags": flags, "machine": machine, "torch": torch.__version__}
-        figures = measure(script, flags, args.repeats, args.device)
-        print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in figures.items()), flush=True)
-        rows.append(row | figures)
-        write(path, rows)
-    print(f"wrote {path}")
+    for name, (measure, *what) in choose_cases(args).items():
+        figures = {key: f"{x:.5g}" for key, x in measure(*what, args.repeats, args.device).items()}
+        print(f"{name}: " + ", ".join(" ".join(item) for item in figures.items()), flush=True)
+        rows.append({"case": name} | figures)
+    write_csv(path, rows)
     return rows
 
 

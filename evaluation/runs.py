@@ -41,7 +41,7 @@ CALLED = (
     "ppo_update",
     # How it searches (hopplus_mcts.py)
     "plan_actions",
-    # Of ppo_gru.py, which has no models, frozen_players.py also calls act and remember
+    # Of ppo_gru.py, which has no perceive, frozen_players.py also calls act and remember
 )
 FROZEN = {
     "compile": False,
@@ -218,9 +218,10 @@ def mean_text(mean: float, half: float) -> str:
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
-    """The first row has all columns"""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
     print(f"wrote {path}")

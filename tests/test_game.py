@@ -20,7 +20,6 @@ from helpers import (
     mixed_actions,
     planes_of,
     random_kinds,
-    same_tree,
     seeded,
     state_of,
     stir_global_generators,
@@ -253,40 +252,27 @@ def test_step_with_automatic_reset(name):
     assert episodes >= 2 * 24, f"only {episodes} games ended"
 
 
-@pytest.mark.parametrize("final_time", [1, 2, 3, 4, 35])
+@pytest.mark.parametrize("final_time", [1, 2, 3, 35])
 def test_games_after_automatic_reset_are_fresh_deals(final_time):
+    """Also where some games end earlier than others"""
     config = Config(height=3, width=5, num_players=3, num_stags=1, num_hares=2, final_time=final_time)
-    env, stay = StagHuntEnv(config, 64, seed=5), torch.full((64, 3), 4)
+    env, generator = StagHuntEnv(config, 64, seed=5), seeded(6)
+    kinds = torch.full((64, 3), 2)
     counts, rounds = torch.zeros(6, 15), max(60, 2 * final_time)
     first = torch.cat([env.state.position, env.state.prey_position], 1)
     deals, started = {tuple(row) for row in first.tolist()}, len(first)
     for _ in range(rounds):
-        *_, done = env.step(stay)
+        *_, done = env.step(mixed_actions(env, env.state, kinds, 0.2, generator))
         cells = torch.cat([env.state.position, env.state.prey_position], 1)[done]
         for column in range(6):
             counts[column] += torch.bincount(cells[:, column], minlength=15)
         deals |= {tuple(row) for row in cells.tolist()}
         started += len(cells)
-    assert started == (rounds // final_time + 1) * 64
+    assert started >= (rounds // final_time + 1) * 64
     # 15 * 14 * ... * 10 = 3.6 million deals: repeats are rare unless a deal is played twice.
     assert len(deals) >= 0.995 * started
     if started > 1000:
         assert min(chi_square_p(row) for row in counts) > 1e-3
-
-
-def test_games_after_early_ends_are_fresh_deals():
-    """The ring of prepared deals must not favour games that end soon, nor leak the last game into the next."""
-    config = Config(height=2, width=4, num_players=2, num_stags=0, num_hares=2, final_time=12)
-    env, generator = StagHuntEnv(config, 256, seed=6), seeded(7)
-    kinds = torch.full((256, 2), 2)
-    counts = torch.zeros(4, 8)
-    for _ in range(120):
-        *_, done = env.step(mixed_actions(env, env.state, kinds, 0.5, generator))
-        cells = torch.cat([env.state.position, env.state.prey_position], 1)[done]
-        for column in range(4):
-            counts[column] += torch.bincount(cells[:, column], minlength=8)
-    assert counts[0].sum() > 3000
-    assert min(chi_square_p(row) for row in counts) > 1e-3
 
 
 def test_same_seed_same_games():
@@ -313,51 +299,6 @@ def test_same_seed_same_games():
     assert global_generators() == before
 
 
-def copy_back(kept, saved):
-    for name, x in kept.items():
-        if isinstance(x, dict):
-            copy_back(x, saved[name])
-        else:
-            x.copy_(saved[name])
-
-
-def test_a_loaded_state_plays_on_bit_for_bit():
-    config = CONFIGS["walls, 8 divides"]
-    env, other = StagHuntEnv(config, 16, seed=9), StagHuntEnv(config, 16, seed=10)
-    actions = torch.randint(7, (80, 16, 3), generator=seeded(1))
-    for acts in actions[:40]:
-        env.step(acts)
-    copy_back(other.state_dict(), env.state_dict())
-    other.generator.set_state(env.state_dict()["generator"])
-    for acts in actions[40:]:
-        for ours, expected in zip(other.step(acts), env.step(acts), strict=True):
-            assert torch.equal(ours, expected)
-        assert same_tree(env.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("name", ["4h1s", "walls, little room"])
-def test_games_may_end_earlier(name):
-    """Once seat 1 has left, as StagHunt-v0 has it: the same transition, and a fresh game"""
-    env, generator, early = StagHuntEnv(CONFIGS[name], 64, seed=1), seeded(2), 0
-    kinds = random_kinds(env, generator)
-    returns = torch.zeros_like(env.episode_return)
-    for _ in range(60):
-        before = State(*(x.clone() for x in env.state))
-        actions = mixed_actions(env, before, kinds, 0.2, generator)
-        reached, expected, acted, over = env.transition(before, actions)
-        reward, present_before, done = env.advance(actions, also_over=lambda state: ~state.present[:, 1])
-        assert_same_step((reward, present_before, done), (expected, acted, over | ~reached.present[:, 1]))
-        returns += reward
-        early += int((done & ~over).sum())
-        for now, final, reference_state in zip(env.state, env.final_state, reached, strict=True):
-            assert torch.equal(final[done], reference_state[done])
-            assert torch.equal(now[~done], reference_state[~done])
-        assert env.state.present[done].all() and (env.state.time[done] == 0).all()
-        assert torch.equal(env.final_return[done], returns[done])
-        returns[done] = 0
-    assert early > 100
-
-
 def test_a_board_of_more_cells_than_a_byte_counts():
     env = StagHuntEnv(Config(height=15, width=20), 8, seed=1)
     state = env.initial_state()
@@ -366,25 +307,18 @@ def test_a_board_of_more_cells_than_a_byte_counts():
     assert env.cells(state).max() == 300
 
 
-@pytest.mark.parametrize("shape, action", [((2, 4), x) for x in (1.9, True, 7, -1)] + [((2, 3), 4), ((1, 4), 4)])
-def test_wrong_actions_are_refused(shape, action):
-    env, actions = StagHuntEnv(num_envs=2), torch.full(shape, action)
-    with pytest.raises(ValueError, match=r"0 to 6, \[2, 4\]"):
-        env.step(actions)
+def test_what_is_wrong_is_refused_and_changes_nothing():
+    env = StagHuntEnv(num_envs=2)
+    for shape, action in (((2, 4), 1.9), ((2, 4), True), ((2, 4), 7), ((2, 4), -1), ((2, 3), 4)):
+        with pytest.raises(ValueError, match=r"0 to 6, \[2, 4\]"):
+            env.step(torch.full(shape, action))
     assert (env.state.time == 0).all()
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [("num_players", x) for x in (1, 9)]
-    + [(name, 0) for name in ("height", "width", "final_time")]
-    + [(name, -1) for name in ("num_stags", "num_hares", "max_wall_pieces")],
-)
-def test_wrong_configs_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        Config(**{name: value})
-
-
-def test_too_little_room_is_said_in_cells():
+    least = {"num_players": 2, "height": 1, "width": 1, "final_time": 1}
+    least |= {"num_stags": 0, "num_hares": 0, "max_wall_pieces": 0}
+    for name, value in least.items():
+        with pytest.raises(ValueError, match=name):
+            Config(**{name: value - 1})
+    with pytest.raises(ValueError, match="num_players"):
+        Config(num_players=9)
     with pytest.raises(ValueError, match="9 players and prey, 6 cells"):
         Config(height=2, width=3)

@@ -142,7 +142,7 @@ def test_the_first_games_count_place_by_place(script, tmp_path, seated, monkeypa
     assert ("shuffled" in rows[0]) == (script is hop)
 
 
-@pytest.mark.parametrize("redraw", ["game", "0.5", "never"])
+@pytest.mark.parametrize("redraw", ["game", "never"])
 @pytest.mark.parametrize("script", [hop, "gru"], ids=["hop", "gru"])
 def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, seated, capsys):
     """And what is carried over to the next game is what was carried over in training"""

@@ -1,12 +1,8 @@
 """The rule-based players walk shortest paths, choose ties uniformly and play by the probabilities they publish."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
-import stag_hunt_env
-from evaluation.strangers import STRANGER_PROBS, STRANGERS
+from evaluation.strangers import STRANGER_PROBS
 from stag_hunt_env import FAR, PLAYER_PROBS, StagHuntConfig, StagHuntEnv, sample
 
 import pytest
@@ -14,7 +10,6 @@ import reference_game as reference
 import torch
 from helpers import chi_square_p, games_of, mixed_actions, random_kinds, seeded
 
-ROOT = Path(__file__).resolve().parent.parent
 BOARDS = [
     StagHuntConfig(height=4, width=7, num_stags=2),
     StagHuntConfig(height=6, width=7, num_players=5, num_stags=2, num_hares=2, max_wall_pieces=3),
@@ -112,23 +107,3 @@ def test_strangers_play_by_the_rules_they_are_named_for(config):
     assert seen["waiting"] == ({2, 3, 4} if config.height == 1 else {0, 1, 2, 3, 4} if config.num_stags else {4})
     hunts = {action for action, number in ((5, config.num_stags), (6, config.num_hares)) if number}
     assert all(hunts <= seen[name] for name in ("noisy_stag", "noisy_hare"))
-
-
-REFUSES = """
-import stag_hunt_env as game
-for name in {names}:
-    try:
-        game.Seats(game.StagHuntEnv(num_envs=1), [f"learner,random,random,{{name}}"])
-        raise SystemExit(f"seated {{name}}")
-    except ValueError as error:
-        assert name in str(error)
-"""
-
-
-def test_strangers_are_known_only_to_whoever_imports_them():
-    for name in STRANGERS:
-        table = ["learner", "random", "random", name]
-        assert stag_hunt_env.seats_table(",".join(table), 4) == table
-        assert stag_hunt_env.Seats(StagHuntEnv(num_envs=2), [table]).kinds.shape == (2, 4)
-    done = subprocess.run([sys.executable, "-c", REFUSES.format(names=STRANGERS)], cwd=ROOT)
-    assert done.returncode == 0

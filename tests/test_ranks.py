@@ -129,6 +129,8 @@ def test_gradients_are_averaged_and_then_clipped(ranks):
 
 
 def test_ranks_hold_the_same_networks_and_other_games(ranks):
+    """Batches are split, and none is smaller than asked"""
+    assert [found["whole"]["batch_sizes"] for found in ranks[1]] == [(3, 9)] * 2
     first, second = (found["whole"] for found in ranks[1])
     for moment in ("start", "end"):
         for part in ("networks", "optimizers"):
@@ -144,10 +146,6 @@ def test_ranks_hold_the_same_networks_and_other_games(ranks):
     assert not torch.equal(replays[0]["board"], replays[1]["board"])
 
 
-def test_batches_are_split_and_none_is_smaller_than_asked(ranks):
-    assert [found["whole"]["batch_sizes"] for found in ranks[1]] == [(3, 9)] * 2
-
-
 def test_metrics_are_means_over_the_ranks(ranks):
     first, second = (found["whole"]["metrics"] for found in ranks[1])
     assert len(first) == len(second) == 4
@@ -161,16 +159,18 @@ def test_metrics_are_means_over_the_ranks(ranks):
     assert (first[0][0]["real/value_mean"] != second[0][0]["real/value_mean"]).any()
 
 
-def test_one_set_of_files(ranks):
+def test_one_set_of_files(ranks, capsys):
     out, found = ranks
     folders = sorted((out / "whole").iterdir())
-    assert len(folders) == 2
-    assert [line["steps"] for line in lines_of(folders[1])] == [32, 64, 96, 128]
+    assert len(folders) == 2 and [line["steps"] for line in lines_of(folders[1])] == [32, 64, 96, 128]
     saved = load(folders[0])
     assert len(saved["states"]) == 2 and saved["args"]["num_envs"] == 4
     for state, each in zip(saved["states"], found, strict=True):
         for part in ("games", "watched"):
             assert same_tree(state[part], each["whole"]["end"][part])
+        assert each["odd"]["refused"] == "--num-envs must be a multiple of 2 ranks"
+    assert not (out / "odd").exists()
+    assert refused(capsys, resume, hop, out / "kept.pt") == "error: --resume: the run has 2 ranks, not 1"
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(ranks):
@@ -183,14 +183,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(ranks):
             assert part == "sums" or same_tree(value, each["resumed"]["start"][part]), part
     lines = [without_times(lines_of(sorted((out / name).iterdir())[1])) for name in ("whole", "killed")]
     assert lines[0] == lines[1] and len(lines[0]) == 4
-
-
-def test_what_cannot_be_split_is_refused(ranks, capsys):
-    out, found = ranks
-    for each in found:
-        assert each["odd"]["refused"] == "--num-envs must be a multiple of 2 ranks"
-    assert not (out / "odd").exists()
-    assert refused(capsys, resume, hop, out / "kept.pt") == "error: --resume: the run has 2 ranks, not 1"
 
 
 if __name__ == "__main__":

@@ -62,15 +62,10 @@ def test_learners_are_numbered_block_by_block_and_seat_by_seat():
     back = seats.to_seats(seats.to_learners(deep), deep + 1)
     assert torch.equal(back, torch.where(learns[..., None, None], deep, deep + 1))
     assert seats.has_rule_based
-
-
-def test_everybody_learns():
-    _, seats = make([["learner"] * 3] * 2)
-    x = numbered(6)
-    assert seats.to_learners(x).tolist() == [[10 * g + s for g in range(b, b + 3)] for b in (0, 3) for s in range(3)]
-    assert torch.equal(seats.to_seats(seats.to_learners(x)), x)
-    assert seats.num_learners == 6 and not seats.has_rule_based
-    assert seats.per_learner(x[:, 1]).tolist() == [[1, 11, 21]] * 3 + [[31, 41, 51]] * 3
+    _, everybody = make([["learner"] * 3] * 2)
+    rows = [[10 * g + s for g in range(b, b + 3)] for b in (0, 3) for s in range(3)]
+    assert everybody.to_learners(x).tolist() == rows and not everybody.has_rule_based
+    assert torch.equal(everybody.to_seats(everybody.to_learners(x)), x)
 
 
 def test_shared_parameters_make_one_learner_of_a_block():
@@ -81,9 +76,8 @@ def test_shared_parameters_make_one_learner_of_a_block():
     assert seats.learner_seat.tolist() == [[0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1]]
     assert seats.per_learner(x[:, 0]).tolist() == [[0, 10, 20] * 2, [30, 40, 50] * 2]
     back = seats.to_seats(seats.to_learners(x), torch.full_like(x, -1))
-    assert back.tolist() == [[10 * g, -1, 10 * g + 2] for g in range(3)] + [
-        [10 * g, 10 * g + 1, -1] for g in range(3, 6)
-    ]
+    learns = torch.tensor([[True, False, True]] * 3 + [[True, True, False]] * 3)
+    assert torch.equal(back, torch.where(learns, x, -1))
     _, everybody = make([["learner"] * 3] * 2, share_parameters=True)
     assert torch.equal(everybody.to_seats(everybody.to_learners(x)), x) and everybody.learner_seat.shape == (2, 9)
 
@@ -101,11 +95,10 @@ def test_everybody_plays_by_the_rule_of_who_sits_there():
                 name = "random" if kind == LEARNER else seats.names[kind]  # learners play at random here
                 assert torch.equal(step.probs[b, i], PLAYER_PROBS[name](env, step.state, legal)[b, i]), name
                 seen.add((tables[b // 3][i], name))
-    mixed = {("mixed", "nearest_hare"), ("mixed", "first_stag")}
-    assert seen == mixed | {("learner", "random"), ("waiting", "waiting"), ("last_stag", "last_stag")} | {
-        ("switching", "nearest_stag"),
-        ("switching", "nearest_hare"),
-    }
+    expected = {("learner", "random"), ("waiting", "waiting"), ("last_stag", "last_stag")}
+    expected |= {("mixed", "nearest_hare"), ("mixed", "first_stag")}
+    expected |= {("switching", "nearest_stag"), ("switching", "nearest_hare")}
+    assert seen == expected
 
 
 def test_watching():
@@ -119,10 +112,6 @@ def test_watching():
         assert torch.equal(step.probs, seat_probs(env, step.state, step.kinds))
     with pytest.raises(ValueError, match="watch"):
         seats.action_probs(env.state, torch.rand(2, 500, 7))
-    everybody_env, everybody = make([["learner"] * 3], games=4, watch=True)
-    assert everybody.has_rule_based and everybody.action_probs(everybody_env.state).shape == (4, 3, 7)
-    x = torch.rand(4, 3)
-    assert torch.equal(everybody.to_seats(everybody.to_learners(x)), x)
 
 
 @pytest.mark.parametrize("redraw, prob", [("game", 1.0), ("never", 0.0), ("0.25", 0.25)])
@@ -154,13 +143,12 @@ def test_a_mixed_seat_is_drawn_anew_only_between_games(redraw, prob):
 
 
 @pytest.mark.parametrize("watch", [False, True])
-@pytest.mark.parametrize(("games", "deals"), [(1, 3), (2, 6), (3, 6), (7, 25), (64, 30)])
+@pytest.mark.parametrize(("games", "deals"), [(1, 3), (2, 6), (7, 25)])
 def test_the_first_players_are_dealt_evenly(games, deals, watch):
     """In each block and mixed seat every kind sits in E / P games, rounded up or down; where, a seed decides."""
     tables, count, found = [["learner", "mixed", "mixed"], ["mixed", "learner", "nearest_hare"]], len(POPULATION), []
-    mixed = [
-        (block, seat) for block, table in enumerate(tables) for seat in range(3) if watch or table[seat] == "mixed"
-    ]
+    places = [(block, seat) for block in (0, 1) for seat in range(3)]
+    mixed = [(block, seat) for block, seat in places if watch or tables[block][seat] == "mixed"]
     for seed in range(30):
         _, seats = make(tables, games, seed=seed, watch=watch)
         kinds = seats.kinds.unflatten(0, (2, games))
@@ -177,9 +165,8 @@ def test_the_first_players_are_dealt_evenly(games, deals, watch):
 
 def test_seats_are_dealt_independently_of_each_other():
     _, seats = make([["mixed"] * 3], 9000)
-    one, two, three = seats.kinds.unbind(1)
-    for a, b in ((one, two), (two, three), (one, three)):
-        assert chi_square_p(torch.bincount(3 * a + b, minlength=9)) > 1e-3
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert chi_square_p(torch.bincount(3 * seats.kinds[:, one] + seats.kinds[:, other], minlength=9)) > 1e-3
 
 
 def test_who_switches_hunts_stag_in_one_game_and_hare_in_the_next():
@@ -196,34 +183,6 @@ def test_who_switches_hunts_stag_in_one_game_and_hare_in_the_next():
         assert torch.equal(step.kinds, flipped)
         games += step.done
     assert games.min() >= 3
-
-
-def test_where_nobody_switches_nothing_is_drawn_for_it():
-    """A tool that can seat strangers plays the games of a script that cannot"""
-    plain_seats = Seats.__mro__[1]
-    found = []
-    for kind in (plain_seats, Seats):
-        torch.manual_seed(1)
-        env = StagHuntEnv(CONFIG, 6, seed=1)
-        seats = kind(env, TWO_TABLES[:1] * 2, redraw=0.5)
-        found.append([step[1:] for step in play(env, seats, 20)])
-    for ours, expected in zip(*found, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
-
-
-@pytest.mark.parametrize("table", ["learner,learner", "learner,learner,somebody"])
-def test_wrong_seats_are_refused(table):
-    with pytest.raises(ValueError):
-        make([table])
-
-
-WRONG = [("population", "random,nobody"), ("population", "random,random"), ("redraw", "sometimes"), ("redraw", 1.5)]
-
-
-@pytest.mark.parametrize("name, value", [*WRONG, ("redraw", -0.1)])
-def test_wrong_options_are_refused(name, value):
-    with pytest.raises(ValueError):
-        make(["learner,mixed,learner"], **{name: value})
 
 
 def test_unsteady_places_change_after_each_game_and_the_others_never():
@@ -268,3 +227,14 @@ def test_every_second_game_has_a_team_of_one_kind_that_one_looks_on_at_random(po
     assert (seen[:, steady] == seen[0, steady]).all()
     assert not (seen[:, ~steady & in_team] == seen[0, ~steady & in_team]).all(), "a new team after a game"
     assert len(seen[:, ~in_team].flatten(0, 1).unique(dim=0)) == len(seats.population) ** 3, "the others: anybody"
+
+
+def test_wrong_seats_and_options_are_refused():
+    for table, options in (
+        ("learner,learner", {}),
+        ("learner,mixed,somebody", {}),
+        ("learner,mixed,random", {"redraw": 1.5}),
+        ("learner,mixed,random", {"population": "random,random"}),
+    ):
+        with pytest.raises(ValueError):
+            make([table], **options)

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import pretrain_world_model as wm
-from stag_hunt_env import HUNT_STAG, STAY, StagHuntEnv
+from stag_hunt_env import HUNT_HARE, HUNT_STAG, STAY, StagHuntEnv
 from stag_hunt_env import StagHuntConfig as Config
 
 import numpy as np
@@ -240,18 +240,6 @@ def test_values_behind_the_next_board_against_plain_loops(config):
     assert torch.allclose(ours.flatten(2), expected, atol=1e-5)
 
 
-def test_the_same_weights_work_on_another_board():
-    large = small_args(Config(height=6, width=9, num_hares=7))
-    world, other = make_model(small_args(Config()), (3,), scale=10.0), make_model(large, (5,))
-    other.network.load_state_dict(world.state_dict())
-    data = dataset(large, 10)
-    with torch.no_grad():
-        next_board, payoff = other(data["board"].float(), data["joint"], method="predict")
-    planes, next_planes = (wm.planes_of(large.config, x)[0] for x in (data["board"], next_board))
-    for b in range(0, len(planes), 20):
-        assert plain_possible(large.config, planes[b], next_planes[b], float(payoff[0, b]))
-
-
 def plain_view(config, board, joint, k):
     """What the network reads for player k: its own action; by cell around it how many do what, stags, hares, walls, the
     board"""
@@ -294,38 +282,24 @@ def test_what_the_network_reads_against_plain_loops(config):
     assert (data["board"][..., : config.num_players] == config.num_cells).any()
 
 
-def hunts(config, sizes, seed):
-    """Transitions of a player that hunts a stag in parties of `sizes` [n]; the others stand there too, or somewhere"""
-    generator, n = seeded(seed), config.num_players
-    env = StagHuntEnv(config, len(sizes), "cpu", seed)
-    state = env.initial_state()
-    place = torch.rand(len(sizes), n - 1, generator=generator).argsort(1) + 1
-    hunting = torch.ones(len(sizes), n, dtype=torch.bool).scatter(1, place, torch.arange(n - 1) < sizes[:, None] - 1)
-    bystander = torch.rand(len(sizes), n, generator=generator) < 0.3
-    position = torch.where(hunting | bystander, state.prey_position[:, :1], state.position)
-    state = state._replace(position=position)
-    actions = torch.where(hunting, HUNT_STAG, STAY)
-    after, payoff, _, _ = env.transition(state, actions)
-    rows, seat = torch.arange(len(sizes)), torch.randint(n, (len(sizes),), generator=generator)
-    walls = torch.zeros(len(sizes), n, 1, dtype=torch.uint8)
-    data = {
-        "board": torch.cat([env.cells(state), walls], 2),
-        "joint": env.seats_to_ego(actions).byte(),
-        "next_board": torch.cat([env.cells(after), walls], 2),
-        "payoff": payoff,
-    }
-    return {name: x[rows, seat][hunting[rows, seat]][None] for name, x in data.items()}
-
-
-def test_a_party_of_four_is_not_paid_as_one_of_three():
-    """Though only one hunt in a hundred is by four: the model must not extrapolate from the others"""
-    args = small_args(Config(), wm_hidden=64, batch_size=128, num_updates=60, learning_rate=5e-3)
-    world = make_model(args)
-    sizes = torch.tensor([2] * 60 + [3] * 39 + [4]).repeat(40)
-    optimizer = torch.optim.Adam(world.params.values())
-    wm.train_updates(args, world, optimizer, hunts(args.config, sizes, 1), 0, args.num_updates)
-    held_out = hunts(args.config, torch.full((100,), 4), 2)
-    assert wm.measure(args, held_out, wm.predict(args, world, held_out))["payoff_match"] == 1.0
+def test_a_payoff_depends_on_the_own_action_and_on_how_many_hunt_with_it():
+    """Not on who only stands there, nor on who hunts elsewhere. Each number is another output of the network"""
+    world = make_model(small_args(Config()))
+    cases = len(world.params["payoff_head.bias"][0]) // len(Config().payoffs())
+    world.params["payoff_head.weight"].data.zero_()
+    world.params["payoff_head.bias"].data = torch.arange(cases).repeat_interleave(len(Config().payoffs()))[None].float()
+    together, apart = [3, 3, 3, 3, 3, 0, 0, 0, 0, 0], [3, 2, 3, 3, 3, 2, 0, 0, 0, 0]  # four players, prey, no walls
+    hunts = [
+        (together, [HUNT_STAG, STAY, 0, HUNT_HARE], HUNT_STAG),
+        (together, [HUNT_STAG, STAY, HUNT_STAG, HUNT_STAG], HUNT_STAG + 2),
+        (together, [HUNT_STAG] * 4, HUNT_STAG + 3),
+        (apart, [HUNT_STAG] * 4, HUNT_STAG + 2),
+        (together, [HUNT_HARE] * 2 + [HUNT_STAG] * 2, HUNT_STAG + 4 + 1),
+        (together, [1, HUNT_STAG, HUNT_STAG, 1], 1),
+    ]
+    board, joint, expected = zip(*hunts, strict=True)
+    _, _, payoff = world(torch.tensor([board]).float(), torch.tensor([joint]))
+    assert payoff[0, :, 0].tolist() == list(expected)
 
 
 # ---- Measuring

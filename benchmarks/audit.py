@@ -1,11 +1,9 @@
-"""The game itself: is any seat favoured, and how many env-steps per second?
+"""Is any seat of the game favoured?
 
-    python benchmarks/game.py --audit                     # exit code 1 if a seat is favoured
-    python benchmarks/game.py --speed [--device cuda]
+    python benchmarks/audit.py                            # exit code 1 if a seat is
 
-`--audit` tests whether all seats have the same mean return (seats of one game depend on each other,
-hence Hotelling's T^2). `--speed` plays random legal actions and writes all observations; on a GPU
-compiled and in a CUDA graph.
+Tests whether all seats have the same mean return. Seats of one game depend on each other, hence
+Hotelling's T^2.
 """
 
 import dataclasses
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.speed import median_seconds
 from stag_hunt_env import Seats, StagHuntConfig, StagHuntEnv, sample
 
 import numpy as np
@@ -65,40 +62,10 @@ def audit(config, games, device, seed):
     return favoured
 
 
-def random_actions(env, uniform):
-    """Of each player the legal action whose stretch of [0, 1) holds the number"""
-    edges = env.legal_actions(env.state).cumsum(-1)
-    return (edges[..., :-1] <= uniform[..., None] * edges[..., -1:]).sum(-1)
-
-
-def steps_per_second(config, games, device, seed):
-    env = StagHuntEnv(config, games, device, seed, compile=device == "cuda")
-    choose = torch.compile(random_actions, dynamic=False) if device == "cuda" else random_actions
-
-    def play():
-        for _ in range(10):
-            uniform = torch.rand(games, config.num_players, generator=env.generator, device=device)
-            env.step(choose(env, uniform))
-
-    if device == "cuda":
-        with torch.cuda.stream(torch.cuda.Stream()):  # compiles
-            play()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(env.generator)
-        with torch.cuda.graph(graph):
-            play()
-        play = graph.replay
-    return 10 * games / median_seconds(play, 20, device)
-
-
 @dataclasses.dataclass
 class Args:
     config: StagHuntConfig
-    audit: bool = False  # test whether a seat is favoured
-    speed: bool = False  # measure env-steps per second
-    audit_games: int = 200_000  # for each row of the table
-    batch_sizes: tuple[int, ...] = (4096, 65536, 524288)  # --speed: games at once
+    games: int = 200_000  # for each row of the table
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     seed: int = 1
 
@@ -106,11 +73,7 @@ class Args:
 def main(args):
     """-> the exit code"""
     torch.manual_seed(args.seed)
-    for side, games in itertools.product((4, 8), args.batch_sizes) if args.speed else ():
-        config = dataclasses.replace(args.config, height=side, width=side)
-        speed = steps_per_second(config, games, args.device, args.seed)
-        print(f"{side}x{side}, {games} games: {speed / 1e6:.2f} M env-steps/s", flush=True)
-    return int(args.audit and audit(args.config, args.audit_games, args.device, args.seed))
+    return int(audit(args.config, args.games, args.device, args.seed))
 
 
 if __name__ == "__main__":
