@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import random
 import re
 import sys
 import textwrap
@@ -101,17 +100,11 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def global_generators():
-    """The state of the generators that the game must neither read nor touch"""
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
-def stir_global_generators(seed):
+def stir_global_generator(seed):
+    """Which the game must neither read nor touch -> its state"""
     torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
     torch.rand(5)
-    return global_generators()
+    return torch.get_rng_state().tolist()
 
 
 PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that changes rewards

@@ -81,16 +81,6 @@ def test_each_that_is_missing_has_its_own_row():
     assert torch.allclose(encoder(board.float()), expected, atol=1e-5)
 
 
-def test_a_player_sees_where_on_the_board_it_stands():
-    """Alone on each cell in turn, and gone: nothing else tells these boards apart"""
-    torch.manual_seed(0)
-    cells = CONFIG.num_cells
-    board = torch.full((1, cells + 1, CONFIG.num_players + CONFIG.num_prey + 1), float(cells))
-    board[0, :, 0] = torch.arange(cells + 1)
-    features = hopplus_ppo.BoardEncoder(CONFIG, 32)(board)
-    assert len(features[0].unique(dim=0)) == cells + 1
-
-
 def test_a_single_piece_of_wall_is_seen():
     """Else with --max-wall-pieces 1 all networks would be blind to walls"""
     torch.manual_seed(0)

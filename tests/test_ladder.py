@@ -162,7 +162,10 @@ def test_partners_stay_whatever_the_training_did(script, redraw, tmp_path, seate
 
 
 def test_other_partners_may_sit_in_mixed_seats(tmp_path, seated):
-    """Strangers too"""
+    """Strangers too, but learners in one seat only"""
+    several = make_run(tmp_path / "several", hop, seats="learner,learner,random,random")
+    sentence = "there must be one learner, such as learner,mixed,mixed,mixed"
+    assert sentence in refusal(partners.main, partners.Args(run=str(several), device="cpu"))
     folder = make_run(tmp_path / "run", hop)
     play_partners(folder, population="nearest_stag,left_stag")
     state, kinds = seated[0]
@@ -213,9 +216,3 @@ def test_shuffled_subgoals_are_those_of_another_place(script, changes, tmp_path)
             assert torch.equal(of_next_place(own[name]), other[name]), (number, name)
             assert not torch.equal(own[name], other[name])
         assert torch.equal(own["board"], other["board"]) and torch.equal(own["history"], other["history"])
-
-
-def test_several_learners_are_refused(tmp_path):
-    folder = make_run(tmp_path / "run", hop, seats="learner,learner,random,random")
-    sentence = "there must be one learner, such as learner,mixed,mixed,mixed"
-    assert sentence in refusal(partners.main, partners.Args(run=str(folder), device="cpu"))

@@ -1,7 +1,6 @@
 """World model: labels, what the structured head cannot predict, and how predictions are measured."""
 
 import dataclasses
-import itertools
 import math
 
 import pretrain_world_model as wm
@@ -118,14 +117,11 @@ def test_every_update_draws_from_all_data_of_its_own_seed():
                 assert torch.equal(ours, data[name][model, row])
         return torch.stack([batch[3] for batch in world.seen])
 
-    early, late = drawn(0, 8), drawn(8, 16)
-    for numbers in (early, late):
-        assert (numbers[:, 0] < 1000).all(), "each model has its own games"
-        assert (numbers[:, 1] >= 1000).all()
-        assert len({tuple(batch) for batch in numbers.flatten(0, 1).tolist()}) == 16
-        assert len(numbers[:, 0].unique()) > 190
-    assert (early != late).float().mean() > 0.9, "each log interval draws anew"
-    assert torch.equal(early, drawn(0, 8)), "and a resumed run as before"
+    early = drawn(0, 8)
+    assert (early[:, 0] < 1000).all() and (early[:, 1] >= 1000).all(), "each model has its own games"
+    assert len({tuple(batch) for batch in early.flatten(0, 1).tolist()}) == 16
+    assert len(early[:, 0].unique()) > 190
+    assert (early != drawn(8, 16)).float().mean() > 0.9, "each log interval draws anew"
     assert (early != drawn(0, 8, seed=2)).float().mean() > 0.9
 
 
@@ -238,48 +234,6 @@ def test_values_behind_the_next_board_against_plain_loops(config):
             left = 1 - float(taken[b, on_it].sigmoid().max())
             expected[b, n + 1 :, cell] = before[b, n + 1 :, cell] * left
     assert torch.allclose(ours.flatten(2), expected, atol=1e-5)
-
-
-def plain_view(config, board, joint, k):
-    """What the network reads for player k: its own action; by cell around it how many do what, stags, hares, walls, the
-    board"""
-    n = config.num_players
-    kinds = [[0] * 9 for _ in range(11)]
-    stags = board[n : n + config.num_stags]
-    hares = board[n + config.num_stags : n + config.num_prey]
-    walls = board[n + config.num_prey :]
-    row, column = divmod(board[k], config.width)
-    for place, (down, right) in enumerate(itertools.product((-1, 0, 1), repeat=2)):
-        inside = 0 <= row + down < config.height and 0 <= column + right < config.width
-        if board[k] == config.num_cells or not inside:
-            continue
-        cell = (row + down) * config.width + column + right
-        for j in range(n):
-            kinds[joint[j]][place] += board[j] == cell
-        kinds[7][place] = stags.count(cell)
-        kinds[8][place] = hares.count(cell)
-        kinds[9][place] = walls[cell] if config.max_wall_pieces else 0
-        kinds[10][place] = 1
-    own = [int(action == joint[k]) for action in range(7)]
-    return [*own, *itertools.chain(*kinds)]
-
-
-@every_case
-def test_what_the_network_reads_against_plain_loops(config):
-    args = small_args(config)
-    data = dataset(args, 4)
-    data["board"][:, ::3, 1] = data["board"][:, ::3, 0]  # two on one cell
-    world, read = make_model(args), []
-    world.network.trunk.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    world(data["board"].float(), data["joint"])
-    expected = []
-    for board, joint in zip(data["board"][0].tolist(), data["joint"][0].tolist(), strict=True):
-        expected += [plain_view(config, board, joint, k) for k in range(config.num_players)]
-    expected = torch.tensor(expected, dtype=torch.float32)
-    ours, padding = read[0][0].split([expected.shape[1], read[0].shape[2] - expected.shape[1]], 1)
-    torch.testing.assert_close(ours, expected)
-    assert not padding.any()
-    assert (data["board"][..., : config.num_players] == config.num_cells).any()
 
 
 def test_a_payoff_depends_on_the_own_action_and_on_how_many_hunt_with_it():
