@@ -226,6 +226,17 @@ def resume(script, path, **changes):
     script.main(script.Args(**saved))
 
 
+class Recorded:
+    """A network that keeps what it is asked: `seen`, (method, inputs) each time"""
+
+    def __init__(self, network):
+        self.network, self.params, self.seen = network, network.params, []
+
+    def __call__(self, *inputs, method="forward"):
+        self.seen.append((method, inputs))
+        return self.network(*inputs, method=method)
+
+
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 
 
@@ -242,7 +253,7 @@ def same_tree(a, b):
         return a.keys() == b.keys() and all(same_tree(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)
 
 
 TINY_FLAGS = {  # for runs of a second

@@ -139,11 +139,9 @@ def test_tools_call_twelve_functions_of_a_script():
 
 def test_the_sets(folder, tmp_path):
     four = load(untrained(tmp_path))._replace(args=hopplus_ppo.default_args("ppo", "cpu"))
-    for name, count in (("standard", 7), ("strangers", 6)):
-        sets = adapt.deal_seats(adapt.Args(sets=name), four, {})
-        assert list(sets) == list(adapt.SETS[name]) and len(sets) == count
-        for table in sets.values():
-            assert table[0] == "learner" and len(game.seats_table(table, 4)) == 4
+    sets = adapt.deal_seats(adapt.Args(), four, {})
+    assert sets["2 NS + NH"] == ["learner", "nearest_stag", "nearest_stag", "nearest_hare"] and len(sets) == 7
+    sets = adapt.deal_seats(adapt.Args(sets="strangers"), four, {})
     assert sets["noisy NS + 2 noisy NH"][1:] == ["noisy_stag", "noisy_hare", "noisy_hare"]
     seats = ("learner,waiting,waiting,waiting", "random,learner,nearest_stag,nearest_hare")
     sets = adapt.deal_seats(adapt.Args(seats=seats), four, {})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference_game as reference
 import torch
-from helpers import PRETRAINING_CASES, lines_of, planes_of, record_games, replay, seeded
+from helpers import PRETRAINING_CASES, Recorded, lines_of, planes_of, record_games, replay, seeded
 from torch.utils._pytree import tree_map
 
 TWO = PRETRAINING_CASES["two players"]
@@ -90,17 +90,6 @@ def test_transitions_are_those_of_the_plain_game(config):
     assert len(plain["payoff"].unique()) > 1
 
 
-class Recorded:
-    """Models that keep the transitions that they learn from"""
-
-    def __init__(self, world):
-        self.world, self.seen = world, []
-
-    def __call__(self, *batch, method):
-        self.seen.append(batch)
-        return self.world(*batch, method=method)
-
-
 def test_every_update_draws_from_all_data_of_its_own_seed():
     args = small_args(batch_size=128, num_updates=16, learning_rate=1e-30)
     data = wm.transitions([played(args, 30, seed) for seed in (1, 2)], 200)
@@ -109,13 +98,13 @@ def test_every_update_draws_from_all_data_of_its_own_seed():
     def drawn(first, last, seed=1):
         """[updates, 2, 128] numbers of the transitions"""
         world = Recorded(make_model(args, (1, 2)))
-        optimizer = torch.optim.Adam(world.world.params.values())
+        optimizer = torch.optim.Adam(world.params.values())
         wm.train_updates(dataclasses.replace(args, seed=seed), world, optimizer, data, first, last)
-        for *fields, number in world.seen:
+        for _, (*fields, number) in world.seen:
             model, row = number.long() // 1000, number.long() % 1000
             for ours, name in zip(fields, ("board", "joint", "next_board"), strict=True):
                 assert torch.equal(ours, data[name][model, row])
-        return torch.stack([batch[3] for batch in world.seen])
+        return torch.stack([batch[3] for _, batch in world.seen])
 
     early = drawn(0, 8)
     assert (early[:, 0] < 1000).all() and (early[:, 1] >= 1000).all(), "each model has its own games"
@@ -321,13 +310,13 @@ def test_a_pixel_head_reads_its_own_values_again():
     seen = Recorded(make_model(args, (2,), scale=0.3))
     wm.steps_ahead(args, seen, [games])
     planes = wm.planes_of(WALLS, games["board"][:, 0].flatten(0, 1))[None]
-    for t, (ours, joint) in enumerate(seen.seen[:3]):
+    for t, (_, (ours, joint)) in enumerate(seen.seen[:3]):
         assert torch.equal(ours, planes.float())
         assert torch.equal(joint[0], games["joint"][:, t].flatten(0, 1))
-        planes = (seen.world(planes.float(), joint)[0] > 0.5).byte()
+        planes = (seen.network(planes.float(), joint)[0] > 0.5).byte()
     assert planes[:, :, : WALLS.num_players].flatten(3).sum(3).max() > 1
     data = wm.transitions([games])
-    predicted = wm.predict(args, seen.world, data)
+    predicted = wm.predict(args, seen.network, data)
     right = (predicted["values"] > 0.5).byte() == wm.planes_of(WALLS, data["next_board"])
     assert torch.equal(predicted["exact"], right.flatten(2).all(2))
 
