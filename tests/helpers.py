@@ -197,11 +197,6 @@ def untrained(folder, method="ppo", script=hopplus_ppo, stays=None, **changes):
     return folder
 
 
-def write_checkpoint(path, content):
-    """As a script does it: a checksum follows the archive"""
-    hopplus_ppo.write_checkpoint(Path(path), content)
-
-
 def start_script(script, *words):
     """What the script does when it is started with these words"""
     entry = Path(script.__file__).read_text().split('\nif __name__ == "__main__":\n')[1]

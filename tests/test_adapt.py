@@ -14,7 +14,7 @@ from evaluation import adapt, runs
 import numpy as np
 import pytest
 import torch
-from helpers import record_learning_rates, untrained, write_checkpoint
+from helpers import record_learning_rates, untrained
 
 ROOT = Path(game.__file__).resolve().parent
 FAST = {"steps": 32, "every": 8, "repetitions": 6, "games": 2, "imagined_games": 4, "rounds": 1}
@@ -112,7 +112,7 @@ def test_an_edited_copy_is_loaded(tmp_path, trained):
 def test_what_is_no_checkpoint_is_named(folder, tmp_path):
     (tmp_path / "cut.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:500])
     assert "cut.pt is damaged, or no checkpoint" in refusal(load, tmp_path / "cut.pt")
-    write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
+    hopplus_ppo.write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
     text = refusal(load, tmp_path / "model.pt")
     assert text.endswith("model.pt is a checkpoint of pretrain_world_model 11, not of a training script")
     (tmp_path / "second_seed").mkdir()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_CONFIG as CONFIG
-from helpers import untrained, write_checkpoint
+from helpers import untrained
 from PIL import Image
 from test_adapt import refusal
 from torch.nn import functional as F
@@ -285,7 +285,7 @@ def test_what_is_no_run_is_refused_and_the_newest_one_is_offered(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluation/evaluate.py"])
     (tmp_path / "pixels").mkdir()
-    write_checkpoint("pixels/checkpoint.pt", {"networks": {"pixel_world": {}}})
+    hopplus_ppo.write_checkpoint(tmp_path / "pixels/checkpoint.pt", {"networks": {"pixel_world": {}}})
     for path, message in (
         ("runs/RUN", "no run in runs/"),
         ("pixels", "pixels/checkpoint.pt has no world model that reads boards, but pixel_world"),

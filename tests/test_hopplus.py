@@ -56,6 +56,7 @@ def test_stacked_networks_are_the_networks_alone(no_noise):
 def test_first_weights_depend_on_the_seed_alone():
     """No two learners begin alike, nor do the models of two seeds; a seed's are the same beside others."""
     both, second = make_state(num_seeds=2), make_state(seed=2)
+    assert second.env.generator.initial_seed() != torch.initial_seed(), "of deals, and of who sits where"
     for name, network in both.networks.items():
         for key, p in network.params.items():
             own = second.networks[name].params[key]
@@ -69,7 +70,6 @@ def test_first_weights_depend_on_the_seed_alone():
         for key, p in teacher[name].params.items():
             assert not p.any() or (p[0] != p[1]).any(), f"two seeds are pretrained alike: {name} {key}"
     env = both.env
-    assert env.generator.initial_seed() != torch.initial_seed(), "deals, and who sits where"
     games = env.observe(env.state).unflatten(0, (2, -1))
     assert (games[0] != games[1]).flatten(1).any(1).all(), "two seeds play the same first games"
 

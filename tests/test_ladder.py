@@ -20,22 +20,6 @@ SMALL = game.StagHuntConfig(num_stags=2, final_time=5)
 POPULATION = ("first_stag", "last_stag", "nearest_hare")
 
 
-@pytest.mark.parametrize(
-    ("others", "expected"),
-    [
-        (("nearest_stag",) * 3, 2.88),
-        (("nearest_hare",) * 3, 0.95),
-        (("random", "nearest_hare", "nearest_stag"), 4.98),
-    ],
-)
-def test_a_bayes_hunter_finds_out_who_hunts_with_it(others, expected):
-    config = game.StagHuntConfig(height=8, width=8)
-    table = [*others[:1], "learner", *others[1:]]
-    returns = bayes_hunter.play(config, table, places=300, games=1)
-    error = float(returns.std()) / 300**0.5
-    assert float(returns.mean()) == pytest.approx(expected, abs=3.5 * error + 0.01)
-
-
 def test_where_a_bayes_hunter_goes():
     """Its posterior is set by hand: who comes to which stag is then known, and the rest is arithmetic."""
     config = game.StagHuntConfig(height=4, width=6, num_stags=2, final_time=9)
