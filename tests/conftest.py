@@ -20,10 +20,6 @@ with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "
     import helpers
 
 
-def pytest_addoption(parser):
-    parser.addoption("--transitions", type=int, default=40_000, help="game-steps compared with the plain-Python game")
-
-
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import random
 import re
 import sys
 import textwrap
@@ -101,17 +100,11 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def global_generators():
-    """The state of the generators that the game must neither read nor touch"""
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
-def stir_global_generators(seed):
+def stir_global_generator(seed):
+    """Which the game must neither read nor touch -> its state"""
     torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
     torch.rand(5)
-    return global_generators()
+    return torch.get_rng_state().tolist()
 
 
 PRETRAINING_CASES = {  # square and not, 2 to 6 players, walls, everything that changes rewards
@@ -204,11 +197,6 @@ def untrained(folder, method="ppo", script=hopplus_ppo, stays=None, **changes):
     return folder
 
 
-def write_checkpoint(path, content):
-    """As a script does it: a checksum follows the archive"""
-    hopplus_ppo.write_checkpoint(Path(path), content)
-
-
 def start_script(script, *words):
     """What the script does when it is started with these words"""
     entry = Path(script.__file__).read_text().split('\nif __name__ == "__main__":\n')[1]
@@ -233,6 +221,17 @@ def resume(script, path, **changes):
     script.main(script.Args(**saved))
 
 
+class Recorded:
+    """A network that keeps what it is asked: `seen`, (method, inputs) each time"""
+
+    def __init__(self, network):
+        self.network, self.params, self.seen = network, network.params, []
+
+    def __call__(self, *inputs, method="forward"):
+        self.seen.append((method, inputs))
+        return self.network(*inputs, method=method)
+
+
 TINY_CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=6)
 
 
@@ -249,7 +248,7 @@ def same_tree(a, b):
         return a.keys() == b.keys() and all(same_tree(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same_tree(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)
 
 
 TINY_FLAGS = {  # for runs of a second

@@ -14,7 +14,7 @@ from evaluation import adapt, runs
 import numpy as np
 import pytest
 import torch
-from helpers import record_learning_rates, untrained, write_checkpoint
+from helpers import record_learning_rates, untrained
 
 ROOT = Path(game.__file__).resolve().parent
 FAST = {"steps": 32, "every": 8, "repetitions": 6, "games": 2, "imagined_games": 4, "rounds": 1}
@@ -112,7 +112,7 @@ def test_an_edited_copy_is_loaded(tmp_path, trained):
 def test_what_is_no_checkpoint_is_named(folder, tmp_path):
     (tmp_path / "cut.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:500])
     assert "cut.pt is damaged, or no checkpoint" in refusal(load, tmp_path / "cut.pt")
-    write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
+    hopplus_ppo.write_checkpoint(tmp_path / "model.pt", {"format": "pretrain_world_model 11", "networks": {}})
     text = refusal(load, tmp_path / "model.pt")
     assert text.endswith("model.pt is a checkpoint of pretrain_world_model 11, not of a training script")
     (tmp_path / "second_seed").mkdir()
@@ -139,11 +139,9 @@ def test_tools_call_twelve_functions_of_a_script():
 
 def test_the_sets(folder, tmp_path):
     four = load(untrained(tmp_path))._replace(args=hopplus_ppo.default_args("ppo", "cpu"))
-    for name, count in (("standard", 7), ("strangers", 6)):
-        sets = adapt.deal_seats(adapt.Args(sets=name), four, {})
-        assert list(sets) == list(adapt.SETS[name]) and len(sets) == count
-        for table in sets.values():
-            assert table[0] == "learner" and len(game.seats_table(table, 4)) == 4
+    sets = adapt.deal_seats(adapt.Args(), four, {})
+    assert sets["2 NS + NH"] == ["learner", "nearest_stag", "nearest_stag", "nearest_hare"] and len(sets) == 7
+    sets = adapt.deal_seats(adapt.Args(sets="strangers"), four, {})
     assert sets["noisy NS + 2 noisy NH"][1:] == ["noisy_stag", "noisy_hare", "noisy_hare"]
     seats = ("learner,waiting,waiting,waiting", "random,learner,nearest_stag,nearest_hare")
     sets = adapt.deal_seats(adapt.Args(seats=seats), four, {})

@@ -79,31 +79,22 @@ def _cutting(config):
 
 
 @pytest.mark.parametrize("permute", [False, True])
-@pytest.mark.parametrize("height, width", [(3, 5), (4, 4), (2, 4)])
-def test_start_cells_are_uniform(height, width, permute):
-    config = StagHuntConfig(height=height, width=width, num_players=3, num_hares=2, permute_ids=permute)
-    state = StagHuntEnv(config, 1, seed=3).initial_state(30_000)
+@pytest.mark.parametrize("height, width, walls", [(3, 5, 0), (4, 4, 0), (3, 5, 1)])
+def test_start_cells_are_uniform(height, width, walls, permute):
+    """Among the free ones, however many these are; and so is each pair of them"""
+    fields = {"num_players": 3, "num_hares": 1, "max_wall_pieces": walls, "permute_ids": permute}
+    state = StagHuntEnv(StagHuntConfig(height, width, **fields), seed=3).initial_state(30_000)
+    free = 1 - state.walls.long()
     cells = torch.cat([state.position, state.prey_position], 1).long()
-    for column in range(cells.shape[1]):
-        assert chi_square_p(torch.bincount(cells[:, column], minlength=config.num_cells)) > 1e-4
-    for i in range(6):  # and so is each pair of them
-        for j in range(i):
-            pairs = torch.bincount(cells[:, i] * config.num_cells + cells[:, j], minlength=config.num_cells**2)
-            pairs = pairs.view(config.num_cells, -1)
-            assert (pairs.diagonal() == 0).all()
-            assert chi_square_p(pairs[~torch.eye(config.num_cells, dtype=torch.bool)]) > 1e-4
-
-
-def test_start_cells_are_uniform_beside_walls():
-    config = StagHuntConfig(height=3, width=5, num_players=2, num_stags=1, num_hares=1, max_wall_pieces=1)
-    state = StagHuntEnv(config, 1, seed=4).initial_state(30_000)
-    free_rank = (1 - state.walls.long()).cumsum(1) - 1  # the number of each free cell among the free cells
-    cells = torch.cat([state.position, state.prey_position], 1).long()
-    for room in (11, 12):
-        chosen = state.walls.long().sum(1) == 15 - room
-        ranks = free_rank.gather(1, cells)[chosen]
-        for column in range(4):
-            assert chi_square_p(torch.bincount(ranks[:, column], minlength=room)) > 1e-4
+    ranks = (free.cumsum(1) - 1).gather(1, cells)
+    for room in free.sum(1).unique().tolist():
+        dealt = ranks[free.sum(1) == room]
+        for i in range(5):
+            assert chi_square_p(torch.bincount(dealt[:, i], minlength=room)) > 1e-4
+            for j in range(i):
+                pairs = torch.bincount(dealt[:, i] * room + dealt[:, j], minlength=room**2).view(room, room)
+                assert (pairs.diagonal() == 0).all()
+                assert chi_square_p(pairs[~torch.eye(room, dtype=torch.bool)]) > 1e-4
 
 
 def test_permute_ids_deals_the_same_places_to_other_seats(monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_CONFIG as CONFIG
-from helpers import untrained, write_checkpoint
+from helpers import untrained
 from PIL import Image
 from test_adapt import refusal
 from torch.nn import functional as F
@@ -122,21 +122,6 @@ def test_the_figures_of_a_case_made_by_hand():
     assert np.isnan(found["recall of stay"])
 
 
-def plain_bayes(steps, names):
-    """steps: (probabilities of each kind of the population [kinds, 7], action or None, done), one seat in
-    one place -> the prediction at each step, from what was done before in this game"""
-    weight = np.ones(len(names)) / len(names)
-    predicted = []
-    for table, action, done in steps:
-        predicted.append(weight @ table)
-        if action is not None:
-            weight = weight * np.maximum(table[:, action], 1e-9)
-            weight = weight / weight.sum()
-        if done:
-            weight = np.ones(len(names)) / len(names)
-    return predicted
-
-
 def test_a_kind_counts_its_own_steps_on_the_board_and_bayes_knows_its_past(tmp_path, monkeypatch):
     """Counted by hand, seat by seat, from what the game saw"""
     args, run, table = load(untrained(tmp_path, "ppo-omg"), "learner,mixed,learner", games=40)
@@ -149,9 +134,9 @@ def test_a_kind_counts_its_own_steps_on_the_board_and_bayes_knows_its_past(tmp_p
         advance = env.advance
 
         def noted(actions):
-            before = env.state.present.clone(), seats.kinds.clone(), seats.table.clone(), actions.clone()
+            before = env.state.present.numpy().copy(), seats.kinds.clone(), seats.table.numpy().copy()
             outcome = advance(actions)
-            seen.append((*before, outcome[2].clone()))
+            seen.append((*before, actions.clone(), outcome[2].numpy().copy()))
             return outcome
 
         env.advance = noted
@@ -164,21 +149,20 @@ def test_a_kind_counts_its_own_steps_on_the_board_and_bayes_knows_its_past(tmp_p
     expected = {}  # kind -> what was done
     bayes = []  # of the mixed seat, as the learners in seats 0 and 2 are asked
     over = np.zeros(40, bool)
-    predictions = []
-    for place in range(40):
-        steps = []
-        for present, _, kinds_probs, actions, done in seen:
-            action = int(actions[place, 1]) if present[place, 1] else None
-            steps.append((kinds_probs[place, 1, :3].numpy(), action, bool(done[place])))
-        predictions.append(plain_bayes(steps, names[:3]))
-    for number, (present, kinds, _, actions, done) in enumerate(seen):
+    belief = np.full((40, 3), 1 / 3)
+    for present, kinds, probs, actions, done in seen:
+        predicted = np.einsum("bk,bka->ba", belief, probs[:, 1, :3])
         for place, seat in np.ndindex(40, 3):
             if present[place, seat] and not over[place]:
                 kind = int(kinds[place, seat])
                 observers = 1 if kind < 0 else 2  # the learners in other seats
                 expected.setdefault(kind, []).extend([int(actions[place, seat])] * observers)
-                bayes += [predictions[place][number]] * observers * (seat == 1)
-        over |= done.numpy()
+                bayes += [predicted[place]] * observers * (seat == 1)
+        over |= done
+        likelihood = np.stack([probs[place, 1, :3, actions[place, 1]] for place in range(40)]).clip(1e-9)
+        belief = np.where(present[:, 1:2], belief * likelihood, belief)
+        belief = belief / belief.sum(1, keepdims=True)
+        belief[done] = 1 / 3
     assert over.all()
     for kind, actions in expected.items():
         part = about["action"][about["kind"] == kind]
@@ -301,7 +285,7 @@ def test_what_is_no_run_is_refused_and_the_newest_one_is_offered(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluation/evaluate.py"])
     (tmp_path / "pixels").mkdir()
-    write_checkpoint("pixels/checkpoint.pt", {"networks": {"pixel_world": {}}})
+    hopplus_ppo.write_checkpoint(tmp_path / "pixels/checkpoint.pt", {"networks": {"pixel_world": {}}})
     for path, message in (
         ("runs/RUN", "no run in runs/"),
         ("pixels", "pixels/checkpoint.pt has no world model that reads boards, but pixel_world"),

@@ -15,7 +15,6 @@ import hopplus_ppo as hop
 import pytest
 import torch
 from helpers import (
-    TINY_FLAGS,
     lines_of,
     refused,
     resume,
@@ -24,11 +23,10 @@ from helpers import (
     tiny_args,
     train_tiny,
     without_times,
-    write_checkpoint,
 )
 from test_runs import load
 
-PPO = {**TINY_FLAGS, "num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0, "num_seeds": 2}
+PPO = {"num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0, "num_seeds": 2}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +130,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypa
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_size), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
-    write_checkpoint(tmp_path / "checkpoint.pt", {"some": "thing"})
+    hop.write_checkpoint(tmp_path / "checkpoint.pt", {"some": "thing"})
     assert done == [(tmp_path / "checkpoint.pt").stat().st_size, "renamed"]
 
 
@@ -160,7 +158,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(whole, tmp_path, capsys):
         ({}, "only there or only here is networks.policy.actor.weight"),
     ):
         saved["states"][0]["networks"]["policy"] = weights | changes
-        write_checkpoint(tmp_path / "checkpoint.pt", saved)
+        hop.write_checkpoint(tmp_path / "checkpoint.pt", saved)
         assert said in refused(capsys, resume, hop, tmp_path)
     assert "there is no " in refused(capsys, resume, hop, tmp_path / "missing.pt")
 
@@ -172,7 +170,7 @@ def test_a_checkpoint_runs_no_code(tmp_path, capsys):
         def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
-    write_checkpoint(tmp_path / "forged.pt", {"states": Forged()})
+    hop.write_checkpoint(tmp_path / "forged.pt", {"states": Forged()})
     assert "is damaged or no checkpoint" in refused(capsys, load, tmp_path / "forged.pt")
     assert not (tmp_path / "executed").exists()
     assert torch.load(tmp_path / "forged.pt", weights_only=False) and (tmp_path / "executed").exists()

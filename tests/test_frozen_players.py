@@ -3,7 +3,6 @@
 import dataclasses
 
 import hopplus_mcts
-import hopplus_ppo
 from benchmarks.baselines import ppo_gru
 from evaluation import adapt, frozen_players, runs
 from stag_hunt_env import STAY, StagHuntConfig
@@ -171,14 +170,3 @@ def test_learners_of_ppo_gru_adapt_by_recurrent_ppo(model, tmp_path):
     after = runs.copy_params(state.networks["policy"])
     learned = [name for name in before if name.startswith(("actor", "liam."))]
     assert all((after[name] != before[name]).flatten(1).any(1).all() for name in learned)
-
-
-@pytest.mark.cuda
-def test_all_of_it_runs_on_a_gpu(tmp_path, trained):
-    config = dataclasses.replace(CONFIG, final_time=5)
-    for script, method in ((hopplus_ppo, "hopplus"), (hopplus_mcts, "hopplus-mcts")):
-        folder = trained(method, script, config=config)
-        flags = {**FAST, "run": str(folder), "device": "cuda", "search": True}
-        rows = adapt.main(adapt.Args(**flags, sets="strangers"))
-        assert all(0 <= row["score"] <= 10 for row in rows)
-        adapt.main(adapt.Args(**flags, sets="learned", others=(f"A={folder}",), references=False))

@@ -224,12 +224,10 @@ def test_what_is_carried_over(look):
 
 
 # ---- The next steps
-@pytest.mark.parametrize("case", ["discrete", "discrete imagined"])
-def test_one_step_ahead_is_what_moa_expects(case, load):
-    """By the game's rules (discrete), by a world model: where MOA sends the co-players, and the policy oneself. The
-    untrained world model knows where players cannot go, so only the rules' case is exact."""
-    data = inspect(load(case), games=1, places=1, steps_ahead=2, samples=500, seed=5)
-    assert data["ahead"]["model"] == ("the game's own rules" if case == "discrete" else "its world model")
+def test_one_step_ahead_is_what_moa_expects(load):
+    """By the game's rules: where MOA sends the co-players, and the policy oneself"""
+    data = inspect(load("discrete"), games=1, places=1, steps_ahead=2, samples=500, seed=5)
+    assert data["ahead"]["model"] == "the game's own rules"
     target = game.StagHuntEnv(CONFIG).target.tolist()
     compared = 0
     (shown,) = data["games"]
@@ -239,18 +237,15 @@ def test_one_step_ahead_is_what_moa_expects(case, load):
                 assert shown["position"][t][i] < 0
                 continue
             for j, cell in enumerate(shown["position"][t]):
-                for counts in seen[j]:
-                    assert sum(counts[1::2]) == 500 and sorted(counts[::2]) == counts[::2]
+                assert all(sum(counts[1::2]) == 500 and sorted(counts[::2]) == counts[::2] for counts in seen[j])
                 if cell < 0:
                     assert all(counts == [CONFIG.num_cells, 500] for counts in seen[j]), "who has left stays away"
                     continue
                 probs, share = mind["policy"][t] if i == j else mind["moa"][t][j], np.zeros(CONFIG.num_cells + 1)
                 share[seen[j][0][::2]] = np.array(seen[j][0][1::2]) / 500
-                assert set(np.flatnonzero(share)) <= {cell, CONFIG.num_cells, *target[cell]}
-                for action in range(4) if case == "discrete" else ():
-                    if target[cell][action] != cell:
-                        error = 5 * (probs[action] * (1 - probs[action]) / 500) ** 0.5 + 0.002
-                        assert abs(share[target[cell][action]] - probs[action]) < error, (i, j, t, action)
+                for action in [action for action in range(4) if target[cell][action] != cell]:
+                    error = 5 * (probs[action] * (1 - probs[action]) / 500) ** 0.5 + 0.002
+                    assert abs(share[target[cell][action]] - probs[action]) < error, (i, j, t, action)
                 compared += 1
     assert compared > 10
 

@@ -92,26 +92,6 @@ def test_posterior_is_that_of_plain_bayes(redraw, remember, walls):
     assert sum(int(step.done.sum()) for step in steps) >= 24
 
 
-def test_memory_keeps_what_many_games_showed_and_stays_finite():
-    env, seats, posterior = make([["nearest_hare", "learner", "switching"]], games=16)
-    found = [step.posterior for step in play(env, seats, posterior, 80)]
-    assert (found[-1][:, 0, seats.names.index("nearest_hare")] > 0.99).all()
-    assert all(torch.isfinite(x).all() for x in found) and torch.isfinite(posterior.log_joint).all()
-    torch.testing.assert_close(found[-1].sum(2), torch.ones(16, 3))
-
-
-def test_only_those_on_the_board_and_no_learners_are_judged():
-    env, seats, posterior = make([["random", "nearest_stag", "learner"]], games=8)
-    seats.action_probs(env.state, torch.full((1, 8, 7), 1 / 7))
-    no, yes = torch.zeros(8, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
-    stays = torch.full((8, 3), 4)
-    posterior.update(stays, torch.stack([no, no, no], 1), no)
-    torch.testing.assert_close(posterior.probs(), torch.full((8, 3, 3), 1 / 3))
-    posterior.update(stays, torch.stack([yes, no, yes], 1), no)
-    torch.testing.assert_close(posterior.probs()[:, 1:], torch.full((8, 2, 3), 1 / 3))
-    assert (posterior.probs()[:, 0, 0] > 0.99).all(), "only `random` stays where it could walk"
-
-
 @pytest.mark.parametrize("redraw", ["never", 0.3])
 def test_the_posterior_also_infers_whether_a_player_is_steady(redraw):
     """Of one that is not, the next game is with another; of a steady one as --redraw says"""

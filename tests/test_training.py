@@ -1,6 +1,5 @@
 """hopplus_ppo.py: what each flag changes, the preparation, and what falls in the course of a run"""
 
-import copy
 import dataclasses
 import functools
 from unittest import mock
@@ -67,25 +66,6 @@ def test_a_flag_changes_what_is_learned(method, base, name, value):
 def test_every_flag_changes_something():
     flags = {field.name for field in dataclasses.fields(hop.Args)} - {"config"}
     assert flags == {case[2] for case in CASES} | ELSEWHERE
-
-
-@pytest.mark.parametrize("method", hop.METHODS)
-def test_a_state_that_is_put_back_learns_the_same_again(method):
-    """As before a CUDA graph is recorded: also where the replay was empty, and everything in place"""
-    state, ends = make_state(method, num_envs=8, seats="learner,mixed,learner"), []
-    stages = hop.make_stages(state)
-    before = copy.deepcopy(state.state_dict())
-    assert before["games"]["replay"] == {}
-    for _ in range(2):
-        for name in [name for name in ("watch", "train", "train") if name in stages]:
-            stages[name]()
-        ends.append(copy.deepcopy(state.state_dict()))
-        weights = [*state.networks["policy"].params.values()]
-        state.load_state_dict(before)
-        assert all(x is y for x, y in zip(weights, state.networks["policy"].params.values(), strict=True))
-    assert same_tree(*ends) and not same_tree(before["networks"], ends[0]["networks"])
-    assert same_tree(state.state_dict()["networks"], before["networks"])
-    assert same_tree(state.env.state_dict(), before["games"]["env"])
 
 
 # ---- The preparation

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference_game as reference
 import torch
-from helpers import PRETRAINING_CASES, lines_of, record_games, replay, seeded
+from helpers import PRETRAINING_CASES, Recorded, lines_of, record_games, replay, seeded
 from torch.nn import functional as F
 
 PLAYERS = "nearest_hare,random,nearest_stag"  # not in the order of PLAYER_PROBS
@@ -222,25 +222,13 @@ def test_history_adds_up_the_events_so_far():
 # ---- Training
 
 
-class Recorded:
-    """A network that keeps the boards that it was asked about"""
-
-    def __init__(self, network):
-        self.network, self.seen, self.params = network, [], network.params
-
-    def __call__(self, *inputs, method="forward"):
-        if method == "forward":
-            self.seen.append(inputs[0])
-        return self.network(*inputs, method=method)
-
-
 def untrained_epoch(args, data, epoch):
     """An epoch with steps too small to matter -> losses, boards seen [n, X]"""
     networks = random_networks(args)
     optimizer = torch.optim.Adam(all_parameters(networks), fused=True)
     networks["prior"] = Recorded(networks["prior"])
     losses = vae.train_epoch(args, networks, optimizer, data, epoch)
-    return losses, torch.cat(networks["prior"].seen, 1)[0]
+    return losses, torch.cat([inputs[0] for method, inputs in networks["prior"].seen if method == "forward"], 1)[0]
 
 
 def test_every_epoch_shows_all_samples_once_in_an_order_of_its_own():

@@ -11,7 +11,7 @@ import pytest
 import reference_game as reference
 import torch
 from gymnasium.utils.env_checker import check_env
-from helpers import games_of, global_generators, planes_of, stir_global_generators
+from helpers import games_of, planes_of, same_tree, stir_global_generator
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 CONFIGS = [
@@ -21,14 +21,6 @@ CONFIGS = [
     StagHuntConfig(height=2, width=4, num_players=3, steps_after_first_hunt=1),
 ]
 SEATS = ("nearest_hare", "learner", "nearest_stag")
-
-
-def equal(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return np.array_equal(a, b)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -169,8 +161,8 @@ def test_what_is_refused_changes_nothing():
     with pytest.raises((ValueError, OverflowError)):
         env.reset(-1)
     while env.agents:
-        assert equal(env.step(right), twin.step(right))
-    assert equal(env.reset(), twin.reset())
+        assert same_tree(env.step(right), twin.step(right))
+    assert same_tree(env.reset(), twin.reset())
     for seats in ("learner,mixed,random,random,random", "learner,random,random", "learner,learner,random,random"):
         with pytest.raises(ValueError):
             StagHuntGymEnv(seats=seats)
@@ -201,9 +193,9 @@ def test_same_seed_same_whole_games(others):
 
     env = StagHuntParallelEnv(config, seats=seats)
     first = games(env, 5)
-    before = stir_global_generators(2)
-    assert equal(first, games(StagHuntParallelEnv(config, seats=seats), 5))
-    assert global_generators() == before
-    assert not equal(first, games(env, 6))
-    assert equal(first, games(env, 5)), "whatever was played before the seed"
-    assert not equal(*(games(StagHuntParallelEnv(config, seats=seats), None) for _ in range(2)))
+    before = stir_global_generator(2)
+    assert same_tree(first, games(StagHuntParallelEnv(config, seats=seats), 5))
+    assert torch.get_rng_state().tolist() == before
+    assert not same_tree(first, games(env, 6))
+    assert same_tree(first, games(env, 5)), "whatever was played before the seed"
+    assert not same_tree(*(games(StagHuntParallelEnv(config, seats=seats), None) for _ in range(2)))
