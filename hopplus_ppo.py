@@ -103,17 +103,17 @@ class Args:
     memory_discount: float = 0.9  # left of a history in the next game (0 if mixed seats change)
     history_reset_prob: float = 0.1  # how often nothing: else nobody learns to meet strangers
     subgoal_learning_rate: float = 1e-3  # of subgoal inference and MOA
-    subgoal_updates: int = 4  # per iteration
-    subgoal_batch_size: int = 64  # windows of --num-steps steps per update and learner
+    subgoal_updates: int = 1  # per iteration; with more, strangers are taken for those it knows
+    subgoal_batch_size: int = 8  # windows of --num-steps steps per update and learner
     vae_checkpoint: str | None = None  # start them from this checkpoint of pretrain_vae.py
-    pretraining_updates: int = 800  # of each model, on rule-based games
-    pretraining_games: int = 1024  # rule-based games at a time, per seed
+    pretraining_updates: int = 200  # of each model, on rule-based games
+    pretraining_games: int = 256  # rule-based games at a time, per seed
     offline_ratio: float = 0.5  # share of rule-based games in the models' batches
     # World model and imagination
     wm_hidden: int = 128  # width of the hidden layers
     wm_learning_rate: float = 1e-3
-    wm_updates: int = 4  # per iteration
-    wm_batch_size: int = 1024  # transitions per update and learner
+    wm_updates: int = 2  # per iteration
+    wm_batch_size: int = 256  # transitions per update and learner
     world_model_checkpoint: str | None = None  # start it from one of pretrain_world_model.py
     replay_rollouts: int = 4  # iterations to learn models from; as often they watch new games
     imagination: bool = True  # learn from imagined rollouts too
@@ -149,12 +149,12 @@ METHODS = {
     "hopplus": {},
 }
 FOR_TWO_CORES = {"policy_hidden": 64, "log_every": 1, "pretraining_games": 64}
-FOR_TWO_CORES |= {"subgoal_updates": 1, "wm_updates": 2, "pretraining_updates": 200}
-FOR_TWO_CORES |= {"subgoal_batch_size": 8, "wm_batch_size": 256}
 FEW_GAMES = {"num_envs": 64, "learning_rate": 2e-3, "watched_starts": 0.85}
+CLOSE_FIT = {"subgoal_updates": 4, "subgoal_batch_size": 64, "wm_updates": 4, "wm_batch_size": 1024}
+CLOSE_FIT |= {"pretraining_updates": 800, "pretraining_games": 1024}  # models of who imagines not
 NO_HARES = {"num_envs": 1024, "learning_rate": 2e-4}  # else PPO may end with hares
 TRAINING = {  # ppo-omg as ppo; large: more than 16 cells, where that differs
-    ("ppo", "cuda", "small"): NO_HARES | {"total_timesteps": 4_000_000},
+    ("ppo", "cuda", "small"): CLOSE_FIT | NO_HARES | {"total_timesteps": 4_000_000},
     ("ppo", "cpu", "small"): FOR_TWO_CORES | {"total_timesteps": 350_000, "update_epochs": 3},
     ("ppo", "cpu", "large"): FOR_TWO_CORES | NO_HARES | {"total_timesteps": 3_500_000},
     ("hopplus", "cuda", "small"): {},
@@ -732,7 +732,6 @@ class TrainState:
         self.horizon = torch.zeros(m, dtype=torch.int64, device=device)  # of imagination
         self.sums = {}  # of metrics, since the last row in the logs
         self.times = []  # when the stages of the last iteration ended
-        self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def state_dict(self) -> dict:
         saved = {
@@ -1313,14 +1312,11 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     if args.has_models:
         metrics |= moa_metrics(state, steps)
         state.games.push(steps)
-    meet(state)
-    with torch.cuda.stream(state.beside):  # at the same time as what follows
-        if args.has_world:
-            metrics |= measure_horizon(state, steps)  # on fresh steps, before they are trained on
-            metrics |= train_model(state, "world_model", world_model_losses, args.wm_updates)
+    if args.has_world:
+        metrics |= measure_horizon(state, steps)  # on fresh steps, before they are trained on
+        metrics |= train_model(state, "world_model", world_model_losses, args.wm_updates)
     if args.has_models:
         metrics |= train_model(state, "opponent_models", opponent_losses, args.subgoal_updates)
-    meet(state)
     record_time(state, "models")
 
     batch, real_metrics = make_ppo_batch(args, steps, real=True)
@@ -1339,14 +1335,6 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
     record_time(state, "ppo")
     add_metrics(state, metrics)
     return samples
-
-
-def meet(state: TrainState) -> None:
-    """The two streams of a GPU wait for each other"""
-    if state.beside is not None:
-        here = torch.cuda.current_stream()
-        state.beside.wait_stream(here)
-        here.wait_stream(state.beside)
 
 
 def add_metrics(state: TrainState, metrics: Tensors) -> None:
