@@ -426,19 +426,11 @@ def test_every_node_holds_what_rules_and_networks_say(changes, monkeypatch):
     assert steps > 100 and ends > 5, "trees grew, and into the end of games"
 
 
-CO_PLAYERS = {  # how co-players' subgoals come about
-    "continuous": {},
-    "discrete": {"goal_kind": "discrete", "goal_dim": 3},
-    "in the tree": {"infer_in_tree": True},
-    "hop": HOP,
-}
-
-
-@pytest.mark.parametrize("name", CO_PLAYERS)
+@pytest.mark.parametrize("changes", [{}, {"goal_kind": "discrete", "goal_dim": 3}, {"infer_in_tree": True}, HOP])
 @torch.no_grad()
-def test_each_co_player_pursues_its_own_subgoal(name):
+def test_each_co_player_pursues_its_own_subgoal(changes):
     """In each tree another one, drawn from what was inferred of that co-player, and independently of the other's"""
-    state = make_state(num_envs=3, search_model="env", **CO_PLAYERS[name])
+    state = make_state(num_envs=3, search_model="env", **changes)
     _, searches = play(state, 3)
     mind, moa, read = searches[-1].mind, state.networks["moa"], []
     state.networks["moa"] = lambda *inputs: (read.append(inputs[2]), moa(*inputs))[1]

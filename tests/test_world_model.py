@@ -334,16 +334,13 @@ def test_the_worst_predictions_are_kept_as_they_are():
     assert not torch.equal(cases["predicted_values"], cases["predicted_values"].round())
 
 
-def loss_inputs(data):
-    return [data["board"].float(), data["joint"], data["next_board"], data["payoff"]]
-
-
 def test_channel_weights():
     data = {name: x[:, :50] for name, x in dataset(small_args(), 10).items()}
+    inputs = [data["board"].float(), data["joint"], data["next_board"], data["payoff"]]
     losses = []
     for weights in (None, (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (3, 0, 0, 2, 0)):
         world = make_model(small_args(wm_head="pixel", wm_channel_weights=weights))
-        losses.append(world(*loss_inputs(data), method="loss").mean().item())
+        losses.append(world(*inputs, method="loss").mean().item())
     board, next_board = (wm.planes_of(TWO, data[name]).float() for name in ("board", "next_board"))
     planes, paid = world(board, data["joint"])
     channel = (planes - next_board).square().mean((0, 1, 3, 4)).detach()
