@@ -292,3 +292,11 @@ def test_every_name_stands_in_a_script(page):
     sources = "".join(path.read_text() for path in FILES)
     names = set(re.findall(r"`([A-Za-z]+_\w+|[A-Z][a-z]+[A-Z]\w+)`", page.read_text()))
     assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
+
+
+def test_ci_runs_the_readme_s_commands():
+    readme, own, workflow = (
+        (ROOT / name).read_text() for name in ("README.md", ".ci/run", ".github/workflows/readme.yml")
+    )
+    train, test = re.findall(r"^python3 -m venv .*$", readme, re.M)
+    assert test in own and train in workflow and test in workflow
