@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import tables
-from benchmarks.sections import GRU, SECTIONS, Run, Section
+from benchmarks.sections import GRU, SECTIONS, VAE, Run, Section
 from benchmarks.tables import HARDEST, read, read_csv
 from evaluation.runs import write_csv
 
@@ -49,7 +49,7 @@ class Args:
     list: bool = False  # only say what there is
     draw: bool = False  # only print the tables and draw the figures, from docs/data
     parallel: int = 3  # runs at once
-    extra: str = ""  # flags of all trainings, for example to try them on a CPU
+    extra: str = ""  # flags of all learners, for example to try them on a CPU
     run_dir: str = "runs/experiments"  # where the runs go
     docs: str = str(ROOT / "docs")  # tables go to data, figures to results in here
 
@@ -61,7 +61,8 @@ def name_of(text: str) -> str:
 
 
 def command_of(args: Args, run: Run) -> str:
-    return f"{run.script} {run.flags} {args.extra}".strip()
+    extra = args.extra if run.script != VAE else ""
+    return f"{run.script} {run.flags} {extra}".strip()
 
 
 def folder_of(args: Args, run: Run) -> Path:

@@ -14,8 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "cpu" by default, also beside a GPU
     import hopplus_mcts  # noqa: F401
     import hopplus_ppo
-    import pretrain_vae  # noqa: F401
-    import pretrain_world_model  # noqa: F401
+    import pretrain_vae
+    import pretrain_world_model
 
     import helpers
 
@@ -54,6 +54,8 @@ def keep_signal_handlers():
 @pytest.fixture
 def no_pictures(monkeypatch):
     """They take most of the time of a tiny run"""
+    monkeypatch.setattr(pretrain_vae, "draw", lambda *_: mock.Mock())
+    monkeypatch.setattr(pretrain_world_model, "draw_cases", lambda *_: mock.Mock())
     monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
     monkeypatch.setattr(SummaryWriter, "add_figure", lambda *args, **kwargs: None)
 

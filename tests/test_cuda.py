@@ -244,13 +244,14 @@ def test_an_iteration_never_waits_for_the_host(method, changes):
         iteration()
 
 
-@pytest.mark.parametrize("method", ["ppo", "ppo-omg", "hopplus"])
+@pytest.mark.parametrize("method", ["ppo", "hopplus", "hopplus-mcts"])
 def test_adaptation_runs_on_the_gpu(method, tmp_path):
-    """Learners with and without a world model, in every mode, and every reference"""
-    folder, _ = train_tiny(tmp_path, method, device="cuda", num_seeds=2)
+    """Learners with and without a world model, and searching, in every mode, and every reference"""
+    script = hop if method in hop.METHODS else hopplus_mcts
+    folder, _ = train_tiny(tmp_path, method, script, device="cuda", num_seeds=2)
     flags = {"device": "cuda", "steps": 48, "every": 12, "repetitions": 6, "games": 4, "best_response_steps": 4096}
     seats = "learner,nearest_hare,random", "learner,waiting,switching"
-    rows = adapt.main(adapt.Args(run=str(folder), seats=seats, **flags))
+    rows = adapt.main(adapt.Args(run=str(folder), seats=seats, search=True, **flags))
     modes = {"random", "Bayes hunter", "frozen", "learning", "best response"}
     assert {row["mode"] for row in rows} == modes
     assert len({row["co_players"] for row in rows}) == 2 and all(0 <= row["score"] <= 5 for row in rows)

@@ -33,8 +33,6 @@ OLD = re.compile(r"^At commit .*\n", re.M)  # commands that are there at an olde
 
 
 # ---- The edits
-
-
 def edits(page: str) -> dict[str, str]:
     """Name of the copy -> its diff"""
     found = re.findall(r"```diff\n(--- \S+\n\+\+\+ b/(\S+)\.py\n.*?)```", (ROOT / page).read_text(), re.S)
@@ -146,8 +144,6 @@ def test_the_edit_trains(name, tmp_path, monkeypatch):
 
 
 # ---- Commands and flags
-
-
 def command_lines():
     """Every line of code in a page or in a docstring"""
     for page in PAGES:
@@ -217,38 +213,30 @@ def test_every_flag_exists(page):
 
 
 # ---- Metrics
-
-
-def matches(documented: str, tag: str) -> bool:
-    """`wm/exact_match/k` stands for all k, `learner_i` for all i"""
-    return re.fullmatch(re.sub(r"(?<=[/_])[ik]$", r"\\w+", documented), tag) is not None
-
-
-def metric_table(page: str) -> set[str]:
-    """Tags in the first column of the table of metrics"""
+def metric_table(page: str) -> dict[str, str]:
+    """Tags in the first column of the table of metrics -> pattern; k in `wm/exact_match/k` stands for all k"""
     part = (ROOT / page).read_text().split("\n## Logged metrics\n", 1)[1]
     rows = re.search(r"(?:^\|.*\n)+", part, re.M)[0].splitlines()[2:]
-    return {tag for row in rows for tag in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    tags = [tag for row in rows for tag in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    return {tag: re.sub(r"(?<=[/_])[ik]$", r"\\w+", tag) for tag in tags}
 
 
 @pytest.mark.parametrize("script", TRAINING)
 def test_the_tables_of_metrics_are_complete(script, trained):
-    module, table = MODULES[script], metric_table("docs/hopplus_ppo.md")
+    table = metric_table("docs/hopplus_ppo.md")
     if script == "hopplus_ppo.py":
         folder = trained("hopplus")
     else:
         table |= metric_table("docs/hopplus_mcts.md")
-        folder = trained("hopplus-mcts", module, imagination=True, num_simulations=2)
+        folder = trained("hopplus-mcts", MODULES[script], imagination=True, num_simulations=2)
     logged = lines_of(folder)[-1].keys() - {"steps"}
     for tag in sorted(logged):
-        assert any(matches(documented, tag) for documented in table), f"{tag} is logged, but not documented"
-    for documented in table:
-        assert any(matches(documented, tag) for tag in logged), f"{documented} is documented, but not logged"
+        assert any(re.fullmatch(pattern, tag) for pattern in table.values()), f"{tag} is logged, but not documented"
+    for documented, pattern in table.items():
+        assert any(re.fullmatch(pattern, tag) for tag in logged), f"{documented} is documented, but not logged"
 
 
 # ---- Pages
-
-
 def test_the_examples_of_the_game_run(capsys):
     page = (ROOT / "docs/stag_hunt_env.md").read_text()
     for example in re.findall(r"```python\n(.*?)```", page, re.S):

@@ -53,6 +53,7 @@ def test_a_stopped_run_leaves_a_checkpoint_and_says_how_to_go_on(number, code, t
         return train_iteration(state)
 
     monkeypatch.setattr(hop, "train_iteration", interrupted)
+    signal.signal(number, lambda *_: pytest.fail("the script does not listen"))
     with pytest.raises(SystemExit) as stop:
         start_script(hop, *WORDS, "--save-seconds", "1000", "--run-dir", tmp_path)
     (folder,) = tmp_path.iterdir()

@@ -30,18 +30,35 @@ def states_along_games(config, games=6, seed=1):
         state, *_ = env.transition(state, mixed_actions(env, state, kinds, 0.2, generator))
 
 
+def stranger_probs(config, game, seat, name):
+    """[7] by the plain-Python game"""
+    stags = [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == 5]
+    if name == "left_stag":
+        column = min((cell % config.width for cell in stags), default=0)
+        others = [p for p, cell in enumerate(game.prey) if p < config.num_stags and cell % config.width != column]
+        alive = [game.alive[p] and p not in others for p in range(config.num_prey)]
+        return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_stag")
+    if name != "waiting":
+        pure = reference.player_probs(config, game, seat, name.replace("noisy", "nearest"))
+        noise = reference.player_probs(config, game, seat, "random")
+        return [0.8 * p + 0.2 * q for p, q in zip(pure, noise, strict=True)]
+    if not stags or not game.present[seat] or game.position[seat] in stags:
+        return [float(action == 4) for action in range(7)]
+    return reference.player_probs(config, game, seat, "nearest_stag")
+
+
 @pytest.mark.parametrize("config", BOARDS)
 def test_probabilities_are_those_of_breadth_first_search(config):
+    """Also of strangers, each by what it is named for"""
     absent = False
     for env, state in states_along_games(config):
         games = games_of(state)
         legal = env.legal_actions(state)
         absent |= not bool(state.present.all())
-        for name in PLAYER_PROBS.keys() - STRANGER_PROBS.keys():
-            ours = PLAYER_PROBS[name](env, state, legal)
-            seats = range(config.num_players)
-            expected = [[reference.player_probs(config, game, seat, name) for seat in seats] for game in games]
-            torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-6, rtol=0)
+        for name, probs in PLAYER_PROBS.items():
+            plain = stranger_probs if name in STRANGER_PROBS else reference.player_probs
+            expected = [[plain(config, game, seat, name) for seat in range(config.num_players)] for game in games]
+            torch.testing.assert_close(probs(env, state, legal), torch.tensor(expected), atol=1e-6, rtol=0)
     assert absent or config.num_prey == 0
 
 
@@ -73,37 +90,3 @@ def test_sample_follows_the_probabilities():
 def test_sample_draws_nothing_impossible_where_the_noise_is_zero(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda x, **_: x.zero_())
     assert sample(torch.tensor([0, 1.0, 0])) == 1
-
-
-def stranger_probs(config, game, seat, name):
-    """[7] by the plain-Python game"""
-    stags = [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == 5]
-    if name == "left_stag":
-        column = min((cell % config.width for cell in stags), default=0)
-        others = [p for p, cell in enumerate(game.prey) if p < config.num_stags and cell % config.width != column]
-        alive = [game.alive[p] and p not in others for p in range(config.num_prey)]
-        return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_stag")
-    if name != "waiting":
-        pure = reference.player_probs(config, game, seat, name.replace("noisy", "nearest"))
-        noise = reference.player_probs(config, game, seat, "random")
-        return [0.8 * p + 0.2 * q for p, q in zip(pure, noise, strict=True)]
-    if not stags or not game.present[seat] or game.position[seat] in stags:
-        return [float(action == 4) for action in range(7)]
-    return reference.player_probs(config, game, seat, "nearest_stag")
-
-
-@pytest.mark.parametrize("config", BOARDS)
-def test_strangers_play_by_the_rules_they_are_named_for(config):
-    seen = {name: set() for name in STRANGER_PROBS}
-    for env, state in states_along_games(config):
-        games = games_of(state)
-        legal = env.legal_actions(state)
-        for name, probs in STRANGER_PROBS.items():
-            ours = probs(env, state, legal)
-            seats = range(config.num_players)
-            expected = torch.tensor([[stranger_probs(config, game, seat, name) for seat in seats] for game in games])
-            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-            seen[name] |= set((ours > 0).nonzero()[:, 2].tolist())
-    assert seen["waiting"] == ({2, 3, 4} if config.height == 1 else {0, 1, 2, 3, 4} if config.num_stags else {4})
-    hunts = {action for action, number in ((5, config.num_stags), (6, config.num_hares)) if number}
-    assert all(hunts <= seen[name] for name in ("noisy_stag", "noisy_hare"))

@@ -248,6 +248,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
             signal.raise_signal(number)
         return train(*given)
 
+    signal.signal(number, lambda *_: pytest.fail("the script does not listen"))
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(script, name, interrupted)
         patch.setattr("sys.argv", ["script.py"])

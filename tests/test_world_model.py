@@ -126,7 +126,7 @@ def test_right_labels_make_a_good_model():
     metrics = wm.measure(args, held_out, wm.predict(args, world, held_out))
     # Actions in the order of the seats are right by chance in a third of the cases, and the most likely board with
     # them. The probabilities tell: obs_mse is 0.009 with these and 0.026 with labels shifted by one step.
-    assert metrics["exact_match"] > 0.97
+    assert min(metrics["exact_match"], metrics["payoff_match"]) > 0.97
     assert metrics["obs_mse"] < 0.002
 
 
