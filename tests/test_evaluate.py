@@ -257,6 +257,7 @@ def test_the_world_model_is_asked_with_rule_based_players_and_on_another_board(t
 
 def test_a_pretrained_world_model_plays_games_that_it_never_saw(tmp_path, monkeypatch, capsys, no_pictures):
     """Each seed's model is asked about rule-based games on its board and on another one"""
+    monkeypatch.setattr(evaluate, "STARTS", 4)
     flags = {"num_seeds": 2, "num_transitions": 300, "held_out_games": 4, "num_updates": 2, "wm_hidden": 16}
     flags |= {"config": CONFIG, "device": "cpu", "run_dir": str(tmp_path), "population": "nearest_hare"}
     pretrain_world_model.main(pretrain_world_model.Args(**flags))
@@ -345,7 +346,10 @@ EVERYTHING = {"return", "NLL", "exact after 1", "probe"}
         ("hopplus-mcts", hopplus_mcts, {"num_simulations": 2}, EVERYTHING),
     ],
 )
-def test_a_run_is_evaluated_with_all_models_that_it_has(method, script, changes, panels, tmp_path, capsys):
+def test_a_run_is_evaluated_with_all_models_that_it_has(method, script, changes, panels, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "STARTS", 4)
+    if panels != EVERYTHING:  # pictures take most of the time
+        monkeypatch.setattr(evaluate, "draw", lambda path, *_: path.touch())
     folder = untrained(tmp_path / "run", method, script, num_seeds=2, **changes)
     rows = evaluate.main(evaluate.Args(run=str(folder), device="cpu", games=4))
     said = capsys.readouterr().out
@@ -356,7 +360,7 @@ def test_a_run_is_evaluated_with_all_models_that_it_has(method, script, changes,
     start = "evaluation_learner-learner-learner"
     assert sorted(path.name for path in folder.glob("evaluation*")) == [start + end for end in FILES]
     assert Image.open(folder / f"{start}.gif").n_frames > 3
-    assert all(f"wrote {folder / start}{end}" in said for end in FILES)
+    assert all(f"wrote {folder / start}{end}" in said for end in FILES if panels == EVERYTHING)
 
 
 @pytest.mark.parametrize("searches", [True, False])

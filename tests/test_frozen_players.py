@@ -123,14 +123,14 @@ def test_adaptation_to_them(tmp_path):
         moves |= seats.actions != STAY
         own(seats, done)
 
-    flags = {**FAST, "repetitions": 4, "modes": ("frozen",)}
+    flags = {**FAST, "repetitions": 2, "modes": ("frozen",)}
     args = adapt.Args(**flags, run=str(folder), sets="learned", others=others)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frozen_players.LearnedSeats, "update", watched)
         rows = adapt.main(args)
-    assert len(rows) == 4 * (3 * 4 + 1)
+    assert len(rows) == 4 * (3 * 2 + 1)
     assert {row["co_players"] for row in rows} == {"3 A", "3 B", "3 G", "A + B + G"}
-    assert moved.keys() == {16, 4}, "played, best responses"
+    assert moved.keys() == {8, 4}, "played, best responses"
     for blocks, moves in moved.items():
         places = len(moves) // blocks
         for block in range(blocks):
