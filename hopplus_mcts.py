@@ -187,7 +187,7 @@ TRAINING = {  # ppo-omg as ppo; large: more than 16 cells, where that differs
     ("ppo", "cpu", "large"): FOR_TWO_CORES | NO_HARES | {"total_timesteps": 3_500_000},
     ("hopplus", "cuda", "small"): {},
     ("hopplus", "cuda", "large"): {"total_timesteps": 4_000_000},
-    ("hopplus", "cpu", "small"): FOR_TWO_CORES | FEW_GAMES | {"total_timesteps": 120_000},
+    ("hopplus", "cpu", "small"): FOR_TWO_CORES | FEW_GAMES | {"total_timesteps": 100_000},
     ("hopplus", "cpu", "large"): FOR_TWO_CORES | FEW_GAMES | {"total_timesteps": 350_000},
     ("search", "cuda", "small"): CLOSE_FIT | {"total_timesteps": 600_000},
     ("search", "cpu", "small"): FOR_TWO_CORES | FEW_SEARCHES,

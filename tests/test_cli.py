@@ -45,7 +45,7 @@ SETTINGS = {  # games, steps, learning rate, epochs, minibatches, width, share o
     ("ppo", "cpu", 8): (1024, 3_500_000, 2e-4, 4, 4, 64, 0.5),
     ("hopplus", "cuda", 4): (256, 2_000_000, 1e-3, 4, 4, 128, 0.5),
     ("hopplus", "cuda", 8): (256, 4_000_000, 1e-3, 4, 4, 128, 0.5),
-    ("hopplus", "cpu", 4): (64, 120_000, 2e-3, 4, 4, 64, 0.85),
+    ("hopplus", "cpu", 4): (64, 100_000, 2e-3, 4, 4, 64, 0.85),
     ("hopplus", "cpu", 8): (64, 350_000, 2e-3, 4, 4, 64, 0.85),
 }
 
