@@ -47,15 +47,7 @@ SHORT = {
     "noisy NH": "noisy_hare",
 }
 SETS = {
-    "standard": (
-        "3 NS",
-        "3 NH",
-        "3 random",
-        "NS + 2 NH",
-        "2 NS + NH",
-        "2 NS + random",
-        "NS + NH + random",
-    ),
+    "standard": ("3 NS", "3 NH", "3 random", "NS + 2 NH", "2 NS + NH", "2 NS + random", "NS + NH + random"),
     "strangers": (
         "3 noisy NS",
         "3 noisy NH",
