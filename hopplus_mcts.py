@@ -105,7 +105,7 @@ class Args:
     memory_discount: float = 0.9  # left of a history in the next game (0 if mixed seats change)
     history_reset_prob: float = 0.1  # how often nothing: else nobody learns to meet strangers
     subgoal_learning_rate: float = 1e-3  # of subgoal inference and MOA
-    subgoal_updates: int = 1  # per iteration; with more, strangers are taken for those it knows
+    subgoal_updates: int = 1  # per iteration
     subgoal_batch_size: int = 8  # windows of --num-steps steps per update and learner
     vae_checkpoint: str | None = None  # start them from this checkpoint of pretrain_vae.py
     pretraining_updates: int = 200  # of each model, on rule-based games
@@ -179,7 +179,7 @@ FOR_TWO_CORES |= {"num_simulations": 8, "num_trees": 1}
 FEW_SEARCHES = {"num_envs": 64, "total_timesteps": 40_000, "subgoal_updates": 2}
 FEW_GAMES = {"num_envs": 64, "learning_rate": 2e-3, "watched_starts": 0.85}
 CLOSE_FIT = {"subgoal_updates": 4, "subgoal_batch_size": 64, "wm_updates": 4, "wm_batch_size": 1024}
-CLOSE_FIT |= {"pretraining_updates": 800, "pretraining_games": 1024}  # models of who imagines not
+CLOSE_FIT |= {"pretraining_updates": 800, "pretraining_games": 1024}  # without imagination
 NO_HARES = {"num_envs": 1024, "learning_rate": 2e-4}  # else PPO may end with hares
 TRAINING = {  # ppo-omg as ppo; large: more than 16 cells, where that differs
     ("ppo", "cuda", "small"): CLOSE_FIT | NO_HARES | {"total_timesteps": 4_000_000},
@@ -366,7 +366,7 @@ class BoardEncoder(nn.Module):
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
-            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # of all tables
+            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # tables one below the other
             x = F.embedding_bag(row.flatten(0, 1), table.flatten(0, 1), mode="sum")
             x = x.unflatten(0, row.shape[:2])
         if self.walls is not None:
@@ -457,7 +457,7 @@ class WorldModel(nn.Module):
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
         inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
         padding = -inputs % 8  # as in BoardEncoder
-        inside = F.pad((around < gone).float(), (0, padding))
+        inside = F.pad((around < gone).float(), (0, padding))  # then zeros
         tables |= {"inside": inside, "acts": torch.eye(NUM_ACTIONS)}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
@@ -477,7 +477,7 @@ class WorldModel(nn.Module):
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
-        near = self.near.take(place)  # [M, n, N, N + P]
+        near = self.near.take(place)  # [M, n, N, N + P], in the flat table
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
@@ -553,8 +553,8 @@ class ActorCritic(nn.Module):
     def inputs(self, board, clock, last_joint):
         """[M, n, X], [M, n], [M, n, N] -> [M, n, _]"""
         acts = F.one_hot(last_joint.long(), NUM_ACTIONS).flatten(2).to(clock.dtype)
-        rest = F.pad(clock[..., None], (self.padding, 0)), acts * self.reads_actions
-        return torch.cat([self.encoder(board.to(clock.dtype)), *rest], 2)
+        clock = F.pad(clock[..., None], (self.padding, 0))
+        return torch.cat([self.encoder(board.to(clock.dtype)), clock, acts * self.reads_actions], 2)
 
     def heads(self, inputs, goals):
         x = self.trunk(torch.cat([inputs, goals], 2)).relu_()
@@ -1639,12 +1639,13 @@ def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
     go_on = (~ended).float()  # no value is taken from beyond an end
     delta = reward + args.gamma * go_on * value[:, 1:] - value[:, :-1]
     kept = args.gamma * args.gae_lambda * go_on
+    gone = ~mask  # there V stands for the rest
     advantages = [torch.zeros_like(reward[:, 0])]
     for t in reversed(range(reward.shape[1])):
         ahead = delta[:, t] + kept[:, t] * advantages[-1]
-        advantages.append(ahead * mask[:, t])  # where not counted, V stands for the rest
+        advantages.append(ahead.masked_fill_(gone[:, t], 0.0))
     value = value[:, :-1]
-    advantage = torch.stack(advantages[:0:-1], 1)
+    advantage = torch.stack(advantages[:0:-1], 1)  # without the zeros it began with
     returns = advantage + value
     names = (*POLICY_READS, "action", "log_prob", "log_probs", "reward")
     batch = {name: steps[name] for name in names}
@@ -1701,7 +1702,6 @@ def ppo_loss(args: Args, policy: Stacked, mb: Tensors) -> tuple[Tensor, Tensors]
 def ppo_update(state: TrainState, batch: Tensors) -> Tensors:
     """PPO on samples [M, n, ...] -> metrics [M]"""
     args = state.args
-    batch = {name: x for name, x in batch.items() if name not in ("reward", "value")}
     if state.device.type == "cpu":  # where shapes may change: without rows that count for nobody
         mask = batch["weight"] > 0
         most = max(args.num_minibatches, int(mask.sum(1).max()))
@@ -1766,10 +1766,9 @@ def add_metrics(state: TrainState, metrics: Tensors) -> None:
             refuse(wrong, f"metric {name} is {shape}, not [M] = {list(state.horizon.shape)}")
             state.sums[name] = torch.zeros(2, *shape, device=state.device)
     flat = torch.cat([x.float().flatten() for x in metrics.values()])
-    flat = torch.stack([flat.nan_to_num(0.0, 0.0, 0.0), flat.isfinite().float()])
-    sums = [state.sums[name] for name in metrics]
-    new = flat.split([x.numel() for x in metrics.values()], 1)
-    torch._foreach_add_(sums, [x.view_as(total) for x, total in zip(new, sums, strict=True)])
+    sizes = [x.numel() for x in metrics.values()]
+    for row, x in enumerate((flat.nan_to_num(0.0, 0.0, 0.0), flat.isfinite().float())):
+        torch._foreach_add_([state.sums[name][row].flatten() for name in metrics], x.split(sizes))
 
 
 def read_metrics(state: TrainState) -> dict[str, np.ndarray]:

@@ -209,7 +209,7 @@ class WorldModel(nn.Module):
         # Own action; per cell around: how many do what, stags, hares, walls, is it on the board
         inputs = NUM_ACTIONS + 9 * (NUM_ACTIONS + 4)
         padding = -inputs % 8  # as in BoardEncoder
-        inside = F.pad((around < gone).float(), (0, padding))
+        inside = F.pad((around < gone).float(), (0, padding))  # then zeros
         tables |= {"inside": inside, "acts": torch.eye(NUM_ACTIONS)}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
@@ -229,7 +229,7 @@ class WorldModel(nn.Module):
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
-        near = self.near.take(place)  # [M, n, N, N + P]
+        near = self.near.take(place)  # [M, n, N, N + P], in the flat table
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)

@@ -360,7 +360,7 @@ class StagHuntEnv:
                 continue
             rows = done if x.dim() == 1 else ended
             torch.where(rows, x, last, out=last)
-            torch.where(rows, upcoming, x, out=now)
+            torch.where(rows, upcoming, x, out=now)  # of prey and walls, x is now
             if name in ("position", "prey_position", "walls"):  # the others always begin the same
                 upcoming[place] = new
         self._dealt.copy_((self._dealt + self._deals_per_step) % self.num_envs)

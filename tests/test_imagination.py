@@ -349,6 +349,7 @@ def some_steps(args, m=2, steps=12, games=8, seed=1):
 def test_advantages_against_plain_python(gae_lambda):
     args = make_args(gamma=0.9, gae_lambda=gae_lambda)
     given = some_steps(args)
+    given["reward"] = given["reward"].masked_fill(~given["mask"], math.nan)  # of who has left
     batch, _ = hop.make_ppo_batch(args, given, real=True)
     ours = batch["advantage"].unflatten(1, (12, 8))
     assert torch.equal(batch["returns"], batch["advantage"] + batch["value"])

@@ -409,24 +409,30 @@ def liam_loss(config: StagHuntConfig, liam: Liam, mb: dict):
     return view_loss + action_loss, metrics
 
 
-def ppo_update(state: TrainState, batch: dict) -> dict:
-    """PPO on sequences [S, T, E, ...], in one random order for all seeds -> means [S]"""
-    args = state.args
-    agent = state.networks["policy"]
-    updates = []
+def minibatches(args: Args, batch: dict):
+    """Sequences [S, T, E, ...] in one random order for all seeds, --update-epochs times"""
     for _ in range(args.update_epochs):
-        order = torch.rand(batch["x"].shape[2], device=state.device).argsort()
+        order = torch.rand(batch["x"].shape[2], device=batch["x"].device).argsort()
         for index in order.tensor_split(args.num_minibatches):
             mb = {name: x[:, :, index] for name, x in batch.items() if name != "state"}
-            mb["state"] = batch["state"][:, index]
-            loss, metrics = ppo_loss(args, agent, mb)
-            metrics["losses/grad_norm"] = state.optimizers["policy"].step(loss)
-            if agent.liam:
-                loss, reconstruction = liam_loss(args.config, agent.liam, mb)
-                state.optimizers["liam"].step(loss)
-                metrics |= reconstruction
-            updates.append(metrics)
-    return {name: torch.stack([x[name].detach() for x in updates]).mean(0) for name in updates[0]}
+            yield mb | {"state": batch["state"][:, index]}
+
+
+def ppo_update(state: TrainState, batch: dict) -> dict:
+    """-> means [S]. LIAM's encoder learns after PPO, whose ratio compares policies of the same z"""
+    agent = state.networks["policy"]
+    losses = {"policy": lambda mb: ppo_loss(state.args, agent, mb)}
+    if agent.liam:
+        losses["liam"] = lambda mb: liam_loss(state.args.config, agent.liam, mb)
+    means = {}
+    for name, loss_of in losses.items():
+        updates = []
+        for mb in minibatches(state.args, batch):
+            loss, metrics = loss_of(mb)
+            norm = state.optimizers[name].step(loss)
+            updates.append(metrics | ({"losses/grad_norm": norm} if name == "policy" else {}))
+        means |= {key: torch.stack([x[key].detach() for x in updates]).mean(0) for key in updates[0]}
+    return means
 
 
 def train_iteration(state: TrainState) -> dict:
