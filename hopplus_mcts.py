@@ -366,7 +366,7 @@ class BoardEncoder(nn.Module):
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
-            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # tables one below the other
+            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # flat tables
             x = F.embedding_bag(row.flatten(0, 1), table.flatten(0, 1), mode="sum")
             x = x.unflatten(0, row.shape[:2])
         if self.walls is not None:
@@ -477,7 +477,7 @@ class WorldModel(nn.Module):
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
-        near = self.near.take(place)  # [M, n, N, N + P], in the flat table
+        near = self.near.take(place)  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
@@ -1645,7 +1645,7 @@ def make_ppo_batch(args: Args, steps: Tensors, real: bool) -> tuple[dict, dict]:
         ahead = delta[:, t] + kept[:, t] * advantages[-1]
         advantages.append(ahead.masked_fill_(gone[:, t], 0.0))
     value = value[:, :-1]
-    advantage = torch.stack(advantages[:0:-1], 1)  # without the zeros it began with
+    advantage = torch.stack(advantages[:0:-1], 1)  # but for the first
     returns = advantage + value
     names = (*POLICY_READS, "action", "log_prob", "log_probs", "reward")
     batch = {name: steps[name] for name in names}

@@ -225,7 +225,7 @@ class BoardEncoder(nn.Module):
             one_hot = table.new_zeros(*row.shape[:2], table.shape[1]).scatter_(2, row, 1.0)
             x = torch.bmm(one_hot, table)
         else:
-            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # tables one below the other
+            row = row + table.shape[1] * torch.arange(len(table))[:, None, None]  # flat tables
             x = F.embedding_bag(row.flatten(0, 1), table.flatten(0, 1), mode="sum")
             x = x.unflatten(0, row.shape[:2])
         if self.walls is not None:

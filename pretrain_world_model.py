@@ -229,7 +229,7 @@ class WorldModel(nn.Module):
         cell = cells[..., : self.players]
         kind = torch.cat([joint, self.prey.expand(*joint.shape[:2], -1)], 2)[:, :, None]
         place = torch.add(cells[:, :, None], cell[..., None], alpha=self.gone + 1)
-        near = self.near.take(place)  # [M, n, N, N + P], in the flat table
+        near = self.near.take(place)  # [M, n, N, N + P]
         seen = board.new_zeros(*joint.shape, 10 * (NUM_ACTIONS + 2))
         seen.scatter_add_(3, 10 * kind + near, torch.ones_like(near, dtype=seen.dtype))
         seen = seen.unflatten(3, (-1, 10))[..., :9].flatten(3)
