@@ -14,16 +14,7 @@ import hopplus_ppo as hop
 
 import pytest
 import torch
-from helpers import (
-    lines_of,
-    refused,
-    resume,
-    same_tree,
-    start_script,
-    tiny_args,
-    train_tiny,
-    without_times,
-)
+from helpers import lines_of, refused, resume, same_tree, start_script, tiny_args, train_tiny, without_times
 from test_runs import load
 
 PPO = {"num_envs": 8, "total_timesteps": 6 * 64, "save_seconds": 0.0, "num_seeds": 2}
