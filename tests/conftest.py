@@ -1,4 +1,5 @@
 import functools
+import inspect
 import os
 import signal
 from unittest import mock
@@ -18,6 +19,9 @@ with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "
     import pretrain_world_model
 
     import helpers
+
+# Each command line that is parsed reads where its flags are defined: once is enough
+inspect.getsource = functools.cache(inspect.getsource)
 
 
 def pytest_collection_modifyitems(items):

@@ -46,7 +46,7 @@ TINY = {
     "final_time": 6,
     "num_envs": 4,
     "num_steps": 8,
-    "total_timesteps": 128,
+    "total_timesteps": 96,
     "log_every": 1,
     "learning_rate": 5e-3,
     "policy_hidden": 8,
@@ -62,7 +62,7 @@ TINY = {
     "wm_batch_size": 16,
     "wm_learning_rate": 5e-3,
     "replay_rollouts": 2,
-    "pretraining_updates": 21,
+    "pretraining_updates": 3,
     "pretraining_games": 4,
     "imagination_horizon": 4,
     "trust_exact_match": 0.0,
@@ -72,7 +72,7 @@ TWO_STAGS = {"num_stags": 2, "steps_after_first_hunt": 2, "permute_ids": True}
 WALLS = {"height": 4, "width": 5, "max_wall_pieces": 2}
 SQUARE = {"height": 4, "width": 4, "max_wall_pieces": 1}  # quarter turns are symmetries
 MIXED = {"seats": "learner,mixed,mixed", "redraw": "0.5"}
-SEARCH = {"num_simulations": 6, "num_trees": 2, "q_temperature": 5.0}
+SEARCH = {"total_timesteps": 64, "num_simulations": 6, "num_trees": 2, "q_temperature": 5.0}
 ONE_STEP = {"planner": "one-step", "num_simulations": 4}
 HOP = {"method": "hop", "goal_dim": 2, "pretraining_updates": 0, "num_trees": 3}
 DATA = {"num_samples": 300, "num_transitions": 300, "held_out_games": 20}
@@ -80,11 +80,11 @@ VAE = {"epochs": 4, "batch_size": 16}
 WORLD = {"num_updates": 8, "log_every": 2, "batch_size": 16}
 
 PPO_RUNS = {
-    "ppo": {"method": "ppo", "num_envs": 5},
+    "ppo": {"method": "ppo", "num_envs": 5, "total_timesteps": 160},
     "ppo, two stags": {"method": "ppo", **TWO_STAGS},
-    "ppo-omg": {"method": "ppo-omg"},
+    "ppo-omg": {"method": "ppo-omg", "pretraining_updates": 21},
     "ppo-omg, two stags, mixed seats": {"method": "ppo-omg", **TWO_STAGS, "seats": "learner,learner,mixed"},
-    "hopplus": {},
+    "hopplus": {"pretraining_updates": 21},
     "actions": {"subgoals": "actions", **TWO_STAGS},
     "discrete": {"goal_kind": "discrete", "subgoal_selection": "optimistic"},
     "walls": {**WALLS, "final_time": 9},
@@ -95,11 +95,11 @@ PPO_RUNS = {
     "critic-data real": {"critic_data": "real", "imagined_weight": 0.5},
     "real ratio 1": {"ppo_real_ratio": 1.0},
     "real ratio 0": {"ppo_real_ratio": 0.0, "trust_exact_match": 0.05},
-    "log-every 2": {"log_every": 2, "save_seconds": 0.0},
+    "log-every 2": {"total_timesteps": 128, "log_every": 2, "save_seconds": 0.0},
     "from pretrained": {"num_seeds": 2, "vae_checkpoint": "<vae>", "world_model_checkpoint": "<world model>"},
 }
 SEARCH_RUNS = {
-    "puct": {**SEARCH, "num_trees": 3},
+    "puct": {**SEARCH, "total_timesteps": 96, "num_trees": 3},
     "puct, env, walls": {**SEARCH, **WALLS, "max_wall_pieces": 1, "search_model": "env"},
     "gumbel": {**SEARCH, "root": "gumbel", "search_model": "env", **TWO_STAGS},
     "gumbel, infer in tree": {**SEARCH, "root": "gumbel", "infer_in_tree": True},
@@ -108,7 +108,10 @@ SEARCH_RUNS = {
     "policy-loss ppo": {**SEARCH, "policy_loss": "ppo", "search_model": "env", "infer_in_tree": True},
     "hop": {**SEARCH, **HOP},
     "hop, mixed": {**SEARCH, **HOP, **MIXED, "num_seeds": 2, "unsteady": 0.3},
-    "search and imagination": {**SEARCH, "imagination": True, "seats": "learner,mixed,learner"},
+    "search and imagination": {
+        **{**SEARCH, "total_timesteps": 96},
+        **{"imagination": True, "seats": "learner,mixed,learner"},
+    },
 }
 CASES = {name: ("hopplus_ppo.py", TINY | flags) for name, flags in PPO_RUNS.items()}
 CASES |= {name: ("hopplus_mcts.py", TINY | flags) for name, flags in SEARCH_RUNS.items()}
@@ -124,11 +127,11 @@ CASES |= {
             "num_steps": 16,
             "num_minibatches": 2,
             "update_epochs": 2,
-            "total_timesteps": 256,
+            "total_timesteps": 128,
             "pretraining_updates": 3,
         },
     ),
-    "hopplus by search's script": ("hopplus_mcts.py", TINY | {"method": "hopplus"}),
+    "hopplus by search's script": ("hopplus_mcts.py", TINY | {"method": "hopplus", **PPO_RUNS["hopplus"]}),
     "vae": ("pretrain_vae.py", TINY | DATA | VAE | {"num_seeds": 2}),
     "vae, discrete": ("pretrain_vae.py", TINY | SQUARE | DATA | VAE | {"goal_kind": "discrete"}),
     "vae, recon": ("pretrain_vae.py", TINY | DATA | VAE | {"goal_kind": "discrete", "loss": "recon"}),
