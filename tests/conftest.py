@@ -17,6 +17,7 @@ with mock.patch("torch.cuda.is_available", return_value=False):  # --device is "
     import hopplus_ppo
     import pretrain_vae
     import pretrain_world_model
+    import stag_hunt_env
 
     import helpers
 
@@ -43,7 +44,8 @@ def keep_determinism():
     """What pretrain_vae.py asks for on a GPU holds for its own tests only."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
-    torch.use_deterministic_algorithms(before)
+    if torch.are_deterministic_algorithms_enabled() != before:  # which loads torch's compiler: 3 seconds
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,7 @@ def no_pictures(monkeypatch):
     """They take most of the time of a tiny run"""
     monkeypatch.setattr(pretrain_vae, "draw", lambda *_: mock.Mock())
     monkeypatch.setattr(pretrain_world_model, "draw_cases", lambda *_: mock.Mock())
+    monkeypatch.setattr(stag_hunt_env, "write_gif", lambda *_: None)
     monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
     monkeypatch.setattr(SummaryWriter, "add_figure", lambda *args, **kwargs: None)
 

@@ -337,8 +337,9 @@ def test_reconstruction_learns(tmp_path):
     """What hunters of stags and of hares do is nearly certain, from what the learner sees"""
     config = StagHuntConfig(height=3, width=3, num_players=2, num_hares=1, final_time=6)
     changes = {"config": config, "seats": "learner,mixed", "population": "nearest_stag,nearest_hare", "redraw": "never"}
-    changes |= {"num_envs": 64, "num_steps": 8, "hidden": 32, "update_epochs": 4, "liam_learning_rate": 3e-3}
-    ppo_gru.main(tiny(**changes, model="liam", log_every=5, total_timesteps=40 * 512, run_dir=str(tmp_path)))
+    changes |= {"num_envs": 128, "num_steps": 8, "num_minibatches": 2, "update_epochs": 8}
+    changes |= {"hidden": 32, "liam_learning_rate": 3e-3}
+    ppo_gru.main(tiny(**changes, model="liam", log_every=2, total_timesteps=10 * 1024, run_dir=str(tmp_path)))
     (folder,) = tmp_path.iterdir()
     assert "_liam__" in folder.name
     first, *_, last = lines_of(folder)

@@ -125,9 +125,10 @@ def call_here(words, stdout, **_):
         module.main(parse(words[1], list(words[2:]), patch))
 
 
-def test_sections_from_their_runs_to_their_tables(tmp_path, monkeypatch, capsys):
+def test_sections_from_their_runs_to_their_tables(tmp_path, monkeypatch, capsys, no_pictures):
     """The true scripts: pretraining, training from it, what follows, docs/data, tables"""
     monkeypatch.setattr(experiments.subprocess, "run", call_here)
+    monkeypatch.setattr(tables, "save", lambda *_: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # the runner's threads may not
     game = "--device cpu --height 3 --final-time 6 --num-seeds 2"
     vae = f"--num-samples 300 --epochs 1 --goal-dim 4 --subgoal-hidden 8 --held-out-games 8 {game}"

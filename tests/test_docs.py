@@ -130,7 +130,7 @@ def test_the_page_has_these_edits_and_the_front_page_one_of_them():
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_the_edit_trains(name, tmp_path, monkeypatch):
+def test_the_edit_trains(name, tmp_path, monkeypatch, no_pictures):
     changes, check = EDITS[name]
     assert sum(line[:1] in ("+", "-") for line in edits("docs/editing.md")[name].splitlines()) <= 35
     script, states = edited(name), []

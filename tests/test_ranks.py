@@ -1,6 +1,7 @@
 """Two processes: whose games are whose, what is averaged, who writes, and how a run goes on.
 
-Started by torchrun, this file is also the two processes; each leaves what it has in OUT/*.{rank}.pt."""
+Started as a script, this file becomes the two processes, as torchrun would start them; each leaves what it has in
+OUT/*.{rank}.pt."""
 
 import copy
 import os
@@ -75,7 +76,7 @@ def run(kill_before=None, **flags):
 
 
 def two_processes(out):
-    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(int(os.fork() == 0)), "WORLD_SIZE": "2"}  # one import for both
     ranks = hop.init_ranks(CPU)
     rank, world, _ = ranks
     assert world == 2
@@ -109,10 +110,11 @@ def ranks(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([*torchrun, __file__, out], env=environment, capture_output=True, text=True, timeout=300)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, __file__, out]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return out, [torch.load(out / f"found.{rank}.pt", weights_only=False) for rank in range(2)]
 
