@@ -29,6 +29,7 @@ def folder(trained):
 @pytest.fixture(autouse=True)
 def few_games(monkeypatch):
     monkeypatch.setitem(adapt.BEST_RESPONSE, "num_envs", 8)
+    monkeypatch.setitem(adapt.BEST_RESPONSE, "num_steps", 16)
     monkeypatch.setattr(adapt, "draw", lambda path, *_: path.touch())
 
 
@@ -101,7 +102,7 @@ def test_an_edited_copy_is_loaded(tmp_path, trained):
     copy = tmp_path / "my_copy.py"
     copy.write_text(edited)
     folder = untrained(tmp_path / "run", "ppo", script=runs.load_script(copy), num_seeds=2)
-    rows = adapt.main(arguments(folder, script=str(copy)))
+    rows = adapt.main(arguments(folder, script=str(copy), repetitions=2))
     assert {row["mode"] for row in rows} == {"random", "Bayes hunter", "frozen", "learning", "best response"}
     assert all(0 <= row["score"] <= 5 for row in rows)
     text = refusal(adapt.main, arguments(folder, script=str(ROOT / "hopplus_ppo.py")))
@@ -253,7 +254,7 @@ def test_a_best_response_is_scored_in_new_games(folder, monkeypatch):
     rates = record_learning_rates(monkeypatch)
     rollouts = played(monkeypatch, hopplus_ppo)
     tables = [["learner", "random", "random"], ["random", "nearest_hare", "learner"]]
-    args = arguments("", best_response_steps=3 * 8 * 32)
+    args = arguments("", best_response_steps=3 * 8 * 16)
     with adapt.tqdm(disable=True) as bar:
         best = adapt.best_responses(args, run, tables, {}, bar)
     assert rates == [pytest.approx([rate for rate in (1e-3, 7e-4, 4e-4) for _ in range(4 * 4)])]
@@ -479,7 +480,7 @@ def test_searching_is_left_out_unless_it_is_asked_for(trained, monkeypatch):
         run = load(folder)
         planned = played(monkeypatch, run.script, "plan_actions")
         for mode in ("frozen", "learning"):
-            args = arguments(folder, search=search, repetitions=1, steps=16)
+            args = arguments(folder, search=search, repetitions=1, steps=8)
             with adapt.tqdm(disable=True) as bar:
                 adapt.play_mode(args, run, [["learner", "random", "nearest_hare"]], {}, mode, bar)
-        assert len(planned) == (2 * 16 if search else 0)
+        assert len(planned) == (2 * 8 if search else 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import hopplus_mcts
 import hopplus_ppo
 from benchmarks import experiments, sections, speed, tables
+from evaluation import evaluate
 from stag_hunt_env import StagHuntEnv
 
 import helpers
@@ -20,7 +21,7 @@ import tyro
 from helpers import tiny_args
 
 SMALL = "--num-envs 4 --num-steps 8 --imagination-horizon 4 --pretraining-games 4 --wm-hidden 16 --subgoal-hidden 8"
-SMALL += " --policy-hidden 16 --replay-rollouts 2"
+SMALL += " --policy-hidden 16 --replay-rollouts 2 --update-epochs 1 --wm-updates 1 --subgoal-updates 1"
 
 
 def module_of(script: str):
@@ -129,6 +130,7 @@ def test_sections_from_their_runs_to_their_tables(tmp_path, monkeypatch, capsys,
     """The true scripts: pretraining, training from it, what follows, docs/data, tables"""
     monkeypatch.setattr(experiments.subprocess, "run", call_here)
     monkeypatch.setattr(tables, "save", lambda *_: None)
+    monkeypatch.setattr(evaluate, "STARTS", 4)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # the runner's threads may not
     game = "--device cpu --height 3 --final-time 6 --num-seeds 2"
     vae = f"--num-samples 300 --epochs 1 --goal-dim 4 --subgoal-hidden 8 --held-out-games 8 {game}"

@@ -139,6 +139,7 @@ def test_the_edit_trains(name, tmp_path, monkeypatch, no_pictures):
     (folder,) = train_tiny(tmp_path, "hopplus", script, **changes)
     assert folder.name.startswith(f"{name}__3x4"), "runs of a copy have its own name"
     check(script, states[0], lines_of(folder)[-1])
+    monkeypatch.setattr(evaluate, "STARTS", 4)
     rows = evaluate.main(evaluate.Args(run=str(folder), script=script.__file__, device="cpu", games=4))
     assert len(rows) > 10
 

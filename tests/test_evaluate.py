@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from pathlib import Path
 
 import hopplus_mcts
 import hopplus_ppo
@@ -350,6 +351,7 @@ def test_a_run_is_evaluated_with_all_models_that_it_has(method, script, changes,
     monkeypatch.setattr(evaluate, "STARTS", 4)
     if panels != EVERYTHING:  # pictures take most of the time
         monkeypatch.setattr(evaluate, "draw", lambda path, *_: path.touch())
+        monkeypatch.setattr(evaluate.game, "write_gif", lambda path, _: Path(path).touch())
     folder = untrained(tmp_path / "run", method, script, num_seeds=2, **changes)
     rows = evaluate.main(evaluate.Args(run=str(folder), device="cpu", games=4))
     said = capsys.readouterr().out
@@ -359,7 +361,7 @@ def test_a_run_is_evaluated_with_all_models_that_it_has(method, script, changes,
         assert (words in said) == (measure in panels)
     start = "evaluation_learner-learner-learner"
     assert sorted(path.name for path in folder.glob("evaluation*")) == [start + end for end in FILES]
-    assert Image.open(folder / f"{start}.gif").n_frames > 3
+    assert panels != EVERYTHING or Image.open(folder / f"{start}.gif").n_frames > 3
     assert all(f"wrote {folder / start}{end}" in said for end in FILES if panels == EVERYTHING)
 
 

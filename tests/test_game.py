@@ -92,7 +92,7 @@ def assert_same_view(env, state, games):
 def test_transition_is_the_plain_game(name):
     config, paid = CONFIGS[name], set()
     env, generator, played = StagHuntEnv(config, GAMES, seed=1), seeded(2), 0
-    while played < 800:
+    while played < 400:
         state, kinds = env.initial_state(), random_kinds(env, generator)
         games = games_of(state)
         assert_same_view(env, state, games)

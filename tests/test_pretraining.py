@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 SCRIPTS = {"wm": wm, "vae": vae}
 both = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=15)
+CONFIG = StagHuntConfig(height=3, width=4, num_players=3, num_hares=3, final_time=11)
 TINY = {
     wm: {"num_transitions": 1000, "num_updates": 40, "log_every": 10, "batch_size": 32, "wm_hidden": 16},
     vae: {"num_samples": 1000, "epochs": 4, "batch_size": 256, "subgoal_hidden": 8, "goal_dim": 4},
@@ -78,7 +78,7 @@ def test_what_a_run_leaves_behind(script, runs):
     for number, folder in enumerate(folders, start=1):
         kind = "structured" if script is wm else "continuous"
         assert re.fullmatch(rf"{script.__name__}__3x4_3h1s_{kind}__{number}__\d+", folder.name)
-        assert json.loads((folder / "args.json").read_text())["config"]["final_time"] == 15
+        assert json.loads((folder / "args.json").read_text())["config"]["final_time"] == 11
         lines = lines_of(folder)
         assert [line["steps"] for line in lines] == STEPS[script]
         assert {path.stem for path in folder.rglob("*.png")} == {"worst_cases" if script is wm else "final"}
@@ -331,8 +331,8 @@ def test_games_that_do_not_fit_are_refused(script, tmp_path, capsys):
     illegal = {"joint": torch.where(games["acted"][..., None], 5, games["joint"])}
     cases = [  # what is in the file, flags, what the line says
         (games, {"config": dataclasses.replace(CONFIG, height=4, width=3)}, "games of 3x4_3h1s, not of 4x3_3h1s"),
-        (games, {"config": dataclasses.replace(CONFIG, num_players=4)}, "board is (30, 15, 3, 8), not (30, 15, 4, 9)"),
-        (games, {"config": dataclasses.replace(CONFIG, final_time=9)}, "board is (30, 15, 3, 8), not (30, 9, 3, 8)"),
+        (games, {"config": dataclasses.replace(CONFIG, num_players=4)}, "board is (30, 11, 3, 8), not (30, 11, 4, 9)"),
+        (games, {"config": dataclasses.replace(CONFIG, final_time=9)}, "board is (30, 11, 3, 8), not (30, 9, 3, 8)"),
         (games, {"held_out_games": 30}, "30 games"),
         ({name: x for name, x in games.items() if name != "joint"}, {}, "joint is missing"),
         (games | beyond, {}, "a cell beyond the board"),
