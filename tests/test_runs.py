@@ -155,10 +155,10 @@ RESUMED = [
 @pytest.mark.parametrize(("method", "changes"), RESUMED)
 def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkeypatch):
     """Also in another place, and with what was logged after the checkpoint, the last row cut, logged again"""
-    changes = {**changes, "total_timesteps": 6 * 32, "num_seeds": 2, "save_seconds": 0.0}
+    changes = {**changes, "total_timesteps": 5 * 32, "num_seeds": 2, "save_seconds": 0.0}
     whole, second = train_tiny(tmp_path / "whole", method, **changes)
     each = 32 * changes.get("log_every", 1)
-    steps = list(range(each, 6 * 32 + 1, each))
+    steps = [*range(each, 5 * 32, each), 5 * 32]
     save, calls = hop.save_checkpoint, []
 
     def killed_at_the_fourth(*given):
@@ -183,7 +183,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method, changes, tmp_path, monkey
     resume(hop, moved)
     assert [line["steps"] for line in lines_of(killed)] == before
     one, other = (load(path)["states"][0] for path in (whole, moved))
-    assert load(moved)["iteration"] == 6 and one.keys() == other.keys()
+    assert load(moved)["iteration"] == 5 and one.keys() == other.keys()
     for key, value in one.items():
         assert same_tree(value, other[key]), key
     assert {"games", "watched", "networks", "optimizers", "horizon", "sums", "random"} <= one.keys()
