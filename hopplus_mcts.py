@@ -425,10 +425,13 @@ class ActionModel(nn.Module):
         super().__init__()
         hidden = args.subgoal_hidden
         self.encoder = BoardEncoder(args.config, hidden)
-        self.head = mlp(hidden + 8 + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
+        last = args.config.final_time
+        size = last + -last % 8  # as in BoardEncoder
+        self.register_buffer("ticks", torch.arange(0.5, size) / last, persistent=False)
+        self.head = mlp(hidden + size + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, board, clock, goal, legal):
-        clock = F.pad(clock[..., None], (0, 7))  # rows of a multiple of 8, as in BoardEncoder
+        clock = (clock[..., None] > self.ticks).to(goal.dtype)  # "nothing before step 10" is easy to learn
         logits = self.head(torch.cat([self.encoder(board), clock, goal], 2))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(2)
 
