@@ -45,8 +45,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FORMAT = "hopplus_ppo 18"
-PRETRAINED = {"vae_checkpoint": "pretrain_vae 11", "world_model_checkpoint": "pretrain_world_model 11"}
+FORMAT = "hopplus_ppo 19"
+PRETRAINED = {"vae_checkpoint": "pretrain_vae 12", "world_model_checkpoint": "pretrain_world_model 11"}
 
 Tensors = dict[str, Tensor]
 
@@ -282,7 +282,7 @@ class Stacked:
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         m, n = inputs[0].shape[:2]
         if learning and inputs[0].is_cuda:
-            # As one long sum per learner, a weight's gradient leaves most of a GPU idle.
+            # As one long sum, a weight's gradient leaves most of a GPU idle.
             parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
         outputs = getattr(self.network, method)(*inputs)
@@ -383,19 +383,20 @@ def scale_history(history):
 
 
 class ActionModel(nn.Module):
-    """MOA, pi_omega: state seen by j, clock, subgoal of j -> log-probabilities of j's action"""
+    """MOA, pi_omega: state seen by j, clock, subgoal of j -> log-probabilities of j's action. Its
+    clock is a thermometer: that somebody begins late is easy to learn"""
 
     def __init__(self, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
+        final_time = args.config.final_time
+        size = final_time + -final_time % 8  # as in BoardEncoder
+        self.register_buffer("ticks", torch.arange(0.5, size) / final_time, persistent=False)
         self.encoder = BoardEncoder(args.config, hidden)
-        last = args.config.final_time
-        size = last + -last % 8  # as in BoardEncoder
-        self.register_buffer("ticks", torch.arange(0.5, size) / last, persistent=False)
         self.head = mlp(hidden + size + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, board, clock, goal, legal):
-        clock = (clock[..., None] > self.ticks).to(goal.dtype)  # "nothing before step 10" is easy to learn
+        clock = (clock[..., None] > self.ticks).to(goal.dtype)
         logits = self.head(torch.cat([self.encoder(board), clock, goal], 2))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(2)
 
@@ -537,7 +538,7 @@ class ActorCritic(nn.Module):
         return logits.masked_fill(~legal, -1e9).log_softmax(2), self.critic(critic_x).squeeze(2)
 
 
-# Their order says which seeds they start from; pretrain makes copies of one for all learners.
+# Their order says which seeds they start from
 NETWORKS = {
     "policy": ActorCritic,
     "prior": SubgoalPrior,  # f_psi
@@ -660,7 +661,7 @@ class Games:
 
 
 class Adam:
-    """Clips the gradient of each learner. torch.optim would load torch's compiler: 3 seconds."""
+    """Clips each learner's gradient. torch.optim would load torch's compiler: 3 seconds"""
 
     def __init__(self, networks, learning_rate, eps=1e-8, beta2=0.999, max_norm=1.0):
         self.params = [p for network in networks for p in network.params.values()]
@@ -694,7 +695,7 @@ class Adam:
 
 
 class TrainState:
-    """All that a run changes. pretraining: one model per seed, which watches rule-based games"""
+    """All that a run changes. pretraining: one model per seed watches rule-based games"""
 
     def __init__(self, args: Args, rank: int, device, pretraining: bool = False):
         self.args = args
@@ -765,7 +766,7 @@ class TrainState:
 
 
 def copy_nested_(kept: dict, saved: dict, path: str = "") -> None:
-    """Into tensors of the same names and shapes. What is empty takes all, as a replay at first"""
+    """Into tensors of the same names and shapes. What is empty takes all"""
     if not kept or not saved:
         kept.update(saved)
         return
@@ -959,7 +960,7 @@ def rollout(state: TrainState, games: Games) -> tuple[dict, dict]:
 
 # ---- Training of the models
 def sample_replays(state: TrainState, share: float, count: int, rollouts=None) -> Tensors:
-    """A share of the samples from the watched games: at least one where it is neither 0 nor 1"""
+    """A share of the samples from the watched games: at least one unless it is 0 or 1"""
     if state.watched is None:
         return state.games.sample(count, rollouts)
     watched = round(count * share)
@@ -1341,7 +1342,7 @@ def train_iteration(state: TrainState) -> dict[str, Tensors]:
 
 
 def add_metrics(state: TrainState, metrics: Tensors) -> None:
-    """To the sums since the last row, with their number; in place, where a CUDA graph looks"""
+    """To the sums since the last row, in place, where a CUDA graph looks"""
     for name, x in metrics.items():
         if name not in state.sums:
             shape = list(torch.as_tensor(x).shape)
@@ -1439,7 +1440,7 @@ def pretrain(state: TrainState, rank: int) -> None:
         for name, there in saved["must_match"].items():
             here = flags.get(name, there)
             refuse(here != there, f"{path} does not fit: {name} is {there}, here {here}")
-        for name, weights in saved["networks"].items():  # if of fewer seeds, from the first again
+        for name, weights in saved["networks"].items():  # of fewer seeds: from the first again
             refuse(name not in teacher.networks, f"{path}: network {name!r} is not used here")
             index = torch.arange(args.num_seeds) % len(next(iter(weights.values())))
             weights = {key: x[index] for key, x in weights.items()}
@@ -1494,7 +1495,7 @@ def capture(function, state: TrainState):
 
 
 def make_stages(state: TrainState) -> dict:
-    """What an iteration consists of: functions, or graphs"""
+    """Of an iteration: functions, or graphs"""
     args = state.args
     stages = {"train": lambda: train_iteration(state)}
     if state.watched is not None:
@@ -1555,7 +1556,7 @@ def load_checkpoint(run: str, made_by: str) -> dict:
 
 
 def write_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands there is always whole. Its end is a checksum"""
+    """Written aside and renamed, so it is always whole. Its end is a checksum"""
     data = io.BytesIO()
     torch.save({"format": FORMAT, "script": Path(__file__).name, **content}, data)
     data.write(zlib.crc32(data.getbuffer()).to_bytes(4))
@@ -1576,7 +1577,7 @@ def save_checkpoint(path: Path, rank: int, state: TrainState, progress: dict) ->
 
 
 def make_folders(args: Args, kind: str) -> list[Path]:
-    """One per seed. Their names end with the second; if that is taken, with a later one"""
+    """One per seed. Their names end with the second, or with a later one"""
     name = f"{args.exp_name}__{args.config.setting}_{kind}"
     seeds = range(args.seed, args.seed + args.num_seeds)
     for stamp in itertools.count(int(time.time())):
@@ -1604,7 +1605,7 @@ def open_log(args: Args, folder: Path, step: int) -> SummaryWriter:
 
 
 def log(folder: Path, writer: SummaryWriter, step: int, row: dict, samples: dict) -> None:
-    """A row, and histograms of samples. JSON has no NaN (no game has ended, say): null"""
+    """A row, and histograms of samples. JSON has no NaN: null"""
     finite = {name: value for name, value in row.items() if math.isfinite(value)}
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"steps": step, **dict.fromkeys(row), **finite}) + "\n")

@@ -44,12 +44,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FORMAT = "pretrain_vae 11"  # of a checkpoint
+FORMAT = "pretrain_vae 12"  # of a checkpoint
 FIGURES = ("top1", "top3", "nll", "macro_f1", "recall_without_stay")
 ACTION_FIGURES = ("count", "share", "precision", "recall", "f1")  # of each action
 CEILINGS = ("moa/bayes", "moa/ceiling")  # who infers j's kind by Bayes' rule, who knows it
 MUST_MATCH = ("goal_kind", "goal_dim", "subgoal_hidden")  # where the networks are loaded
 MUST_MATCH += ("height", "width", "num_players", "num_stags", "num_hares", "max_wall_pieces")
+MUST_MATCH += ("final_time",)
 
 Tensors = dict[str, Tensor]
 
@@ -177,7 +178,7 @@ class Stacked:
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         m, n = inputs[0].shape[:2]
         if learning and inputs[0].is_cuda:
-            # As one long sum per learner, a weight's gradient leaves most of a GPU idle.
+            # As one long sum, a weight's gradient leaves most of a GPU idle.
             parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
         outputs = getattr(self.network, method)(*inputs)
@@ -278,19 +279,20 @@ def scale_history(history):
 
 
 class ActionModel(nn.Module):
-    """MOA, pi_omega: state seen by j, clock, subgoal of j -> log-probabilities of j's action"""
+    """MOA, pi_omega: state seen by j, clock, subgoal of j -> log-probabilities of j's action. Its
+    clock is a thermometer: that somebody begins late is easy to learn"""
 
     def __init__(self, args: Args):
         super().__init__()
         hidden = args.subgoal_hidden
+        final_time = args.config.final_time
+        size = final_time + -final_time % 8  # as in BoardEncoder
+        self.register_buffer("ticks", torch.arange(0.5, size) / final_time, persistent=False)
         self.encoder = BoardEncoder(args.config, hidden)
-        last = args.config.final_time
-        size = last + -last % 8  # as in BoardEncoder
-        self.register_buffer("ticks", torch.arange(0.5, size) / last, persistent=False)
         self.head = mlp(hidden + size + args.goal_dim, hidden, hidden, NUM_ACTIONS, gain=0.01)
 
     def forward(self, board, clock, goal, legal):
-        clock = (clock[..., None] > self.ticks).to(goal.dtype)  # "nothing before step 10" is easy to learn
+        clock = (clock[..., None] > self.ticks).to(goal.dtype)
         logits = self.head(torch.cat([self.encoder(board), clock, goal], 2))
         return logits.float().masked_fill(~legal, -1e9).log_softmax(2)
 
@@ -688,7 +690,7 @@ def load_checkpoint(run: str, made_by: str) -> dict:
 
 
 def write_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands there is always whole. Its end is a checksum"""
+    """Written aside and renamed, so it is always whole. Its end is a checksum"""
     data = io.BytesIO()
     torch.save({"format": FORMAT, "script": Path(__file__).name, **content}, data)
     data.write(zlib.crc32(data.getbuffer()).to_bytes(4))
@@ -701,7 +703,7 @@ def write_checkpoint(path: Path, content: dict) -> None:
 
 
 def make_folders(args: Args, kind: str) -> list[Path]:
-    """One per seed. Their names end with the second; if that is taken, with a later one"""
+    """One per seed. Their names end with the second, or with a later one"""
     name = f"{args.exp_name}__{args.config.setting}_{kind}"
     seeds = range(args.seed, args.seed + args.num_seeds)
     for stamp in itertools.count(int(time.time())):

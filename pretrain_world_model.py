@@ -174,7 +174,7 @@ class Stacked:
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
         m, n = inputs[0].shape[:2]
         if learning and inputs[0].is_cuda:
-            # As one long sum per learner, a weight's gradient leaves most of a GPU idle.
+            # As one long sum, a weight's gradient leaves most of a GPU idle.
             parts = math.gcd(n, 1 << max(1, n // 1024).bit_length() - 1)
             inputs = [x.reshape(m * parts, n // parts, *x.shape[2:]) for x in inputs]
         outputs = getattr(self.network, method)(*inputs)
@@ -556,7 +556,7 @@ def load_checkpoint(run: str, made_by: str) -> dict:
 
 
 def write_checkpoint(path: Path, content: dict) -> None:
-    """Written aside and renamed: what stands there is always whole. Its end is a checksum"""
+    """Written aside and renamed, so it is always whole. Its end is a checksum"""
     data = io.BytesIO()
     torch.save({"format": FORMAT, "script": Path(__file__).name, **content}, data)
     data.write(zlib.crc32(data.getbuffer()).to_bytes(4))
@@ -569,7 +569,7 @@ def write_checkpoint(path: Path, content: dict) -> None:
 
 
 def make_folders(args: Args, kind: str) -> list[Path]:
-    """One per seed. Their names end with the second; if that is taken, with a later one"""
+    """One per seed. Their names end with the second, or with a later one"""
     name = f"{args.exp_name}__{args.config.setting}_{kind}"
     seeds = range(args.seed, args.seed + args.num_seeds)
     for stamp in itertools.count(int(time.time())):

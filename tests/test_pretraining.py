@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused(tmp_path, runs, capsys, no_pictures):
         ({"vae_checkpoint": str(runs[vae][0]), "config": other_prey}, "num_stags is 1, here 2"),
         ({"vae_checkpoint": str(runs[vae][0]), "goal_dim": 5}, "goal_dim is 4, here 5"),
         ({"world_model_checkpoint": str(pixel)}, "'pixel_world' is not used here"),
-        ({"world_model_checkpoint": str(runs[vae][0])}, "pretrain_vae 11, not of pretrain_world_model 11"),
+        ({"world_model_checkpoint": str(runs[vae][0])}, "pretrain_vae 12, not of pretrain_world_model 11"),
     ]
     for flags, reason in cases:
         assert reason in refused(capsys, hopplus_ppo.main, learner_args(tmp_path / "hopplus", **flags))
