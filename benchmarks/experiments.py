@@ -109,10 +109,14 @@ def make(args: Args, run: Run) -> None:
         if run.script != GRU and list(folder.glob("*/checkpoint.pt")):  # GRU begins anew
             words = [run.script, "--resume", checkpoint_folder(args, run)]
         call(words, folder)
-    for command in run.then:
+
+    def evaluate(command: str) -> None:
         place = folder / name_of(command)
         if not done_file(place).exists():
             call(words_of(args, run, command), place)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(evaluate, run.then))
 
 
 def make_all(args: Args, runs: list[Run]) -> None:

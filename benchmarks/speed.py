@@ -41,10 +41,6 @@ ITERATIONS = {  # name: (script, flags)
         "HOP+, defaults, compiled": (PPO, "--compile"),
         "HOP+, defaults, 8x8": (PPO, "--height 8 --width 8"),
         "HOP+, 16384 games, half real, bf16": (PPO, f"{HALF_REAL} --num-envs 16384"),
-        "PPO, 1024 games, 1 seed": (PPO, f"--method ppo {FAST} --num-envs 1024"),
-        "PPO, 1024 games, 16 seeds": (PPO, f"--method ppo {FAST} --num-envs 1024 --num-seeds 16"),
-        "HOP+, 1024 games, 1 seed": (PPO, f"{HALF_REAL} --num-envs 1024"),
-        "HOP+, 1024 games, 16 seeds": (PPO, f"{HALF_REAL} --num-envs 1024 --num-seeds 16"),
         "HOP+ MCTS, defaults": (MCTS, ""),
     },
     "cpu": {
@@ -99,11 +95,12 @@ def measure_iteration(script: str, flags: str, repeats: int, device: str) -> dic
     """One iteration and its stages"""
     module, state = make_state(script, flags, device)
     args = state.args
+    if state.watched is not None:  # the models learn from these games
+        state.watched.push(module.rollout(state, state.watched)[0])
     stages = module.make_stages(state)
     cycle = 1
     if "watch" in stages:
         cycle = args.replay_rollouts  # iterations between two in which rule-based games are watched
-        stages["watch"]()
     passed = []
 
     def train():
