@@ -91,11 +91,11 @@ class Args(RunArgs):
     references: bool = True  # also a random player, the Bayes hunter, and PPO trained with each set
     search: bool = False  # act as in training where that was by search (else by the policy alone)
     steps: int = 2400  # with the same co-players
-    every: int = 100  # steps between two updates
+    every: int = 50  # steps between two updates
     repetitions: int = 20  # of each set
     games: int = 8  # at once
     moa_updates: int = 16  # per round
-    moa_learning_rate: float = 1e-3
+    moa_learning_rate: float = 3e-3  # in the first round; it falls with the root of their number
     rounds: int = 4  # batches of imagined games per round
     imagined_games: int = 64  # side by side in a batch; who ends begins anew
     best_response_steps: int = 800_000  # of PPO with each set
@@ -225,6 +225,8 @@ class Adaptation:
         self.evidence += self.surprise(self.old_moa, steps) - self.surprise(self.new_moa, steps)
         self.seen.append(steps)
         seen = {name: torch.cat([x[name] for x in self.seen], 1) for name in steps}
+        fast_at_first = self.args.moa_learning_rate / math.sqrt(len(self.seen))
+        self.optimizer.param_groups[0]["lr"] = fast_at_first
         for _ in range(self.args.moa_updates):
             rows = torch.randint(seen["clock"].shape[1], (MOA_BATCH,), device=self.state.device)
             loss = self.moa_nll({name: x[:, rows] for name, x in seen.items()}).sum()
