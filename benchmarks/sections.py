@@ -123,6 +123,17 @@ def first_runs() -> dict[str, Run]:
 WORST = method_runs()
 LEARNED = {name: run._replace(then=()) for name, run in WORST.items()}  # the trainings alone
 
+
+def unseen_runs() -> dict[str, Run]:
+    """Beside players of whom nobody thought when settings were chosen"""
+    runs = {}
+    for name, run in LEARNED.items():
+        own = "--best-response-steps 8000000" if split_label(name)[0] == "HOP+" else "--no-references"
+        if split_label(name)[0] in ("PPO, mixed", "GRU, mixed", "LIAM, mixed", "HOP+"):
+            runs[name] = run._replace(then=(f"benchmarks/unseen.py RUN {own}",))
+    return runs
+
+
 # ---- Where knowing pays: one learner, whose partner is one of three; the others hunt hares
 ARMS = {
     "PPO": (PPO, "--method ppo"),
