@@ -125,12 +125,13 @@ LEARNED = {name: run._replace(then=()) for name, run in WORST.items()}  # the tr
 
 
 def unseen_runs() -> dict[str, Run]:
-    """Beside players of whom nobody thought when settings were chosen"""
+    """The references of a board are measured beside its HOP+"""
     runs = {}
-    for name, run in LEARNED.items():
-        own = "--best-response-steps 8000000" if split_label(name)[0] == "HOP+" else "--no-references"
-        if split_label(name)[0] in ("PPO, mixed", "GRU, mixed", "LIAM, mixed", "HOP+"):
-            runs[name] = run._replace(then=(f"benchmarks/unseen.py RUN {own}",))
+    for board in BOARDS:
+        for name in ("PPO, mixed", "GRU, mixed", "LIAM, mixed", "HOP+"):
+            references = "--best-response-steps 8000000" if name == "HOP+" else "--no-references"
+            label = label_of(name, board)
+            runs[label] = LEARNED[label]._replace(then=(f"benchmarks/unseen.py RUN {references}",))
     return runs
 
 
@@ -224,7 +225,6 @@ LARGE = BOARDS["8x8"]
 FEW_GAMES = "--num-envs 256 --learning-rate 5e-4"  # PPO with few steps
 FEW_GAMES_8X8 = "--num-envs 256 --learning-rate 1e-4"  # with 5e-4 it would end with hares
 QUICK = f"{TEST_SEEDS} --log-every 2"
-TWO_STAGS = f"{QUICK} --total-timesteps 1000000 --num-stags 2"
 WALLS = f"{TEST_SEEDS} {LARGE} --max-wall-pieces 5"
 PPO_WALLS = f"{WALLS} --log-every 5 --num-envs 1024 --method ppo --total-timesteps 4000000"
 SUBGOALS = f"{QUICK} --total-timesteps 300000 --method ppo-omg {FEW_GAMES}"
@@ -241,6 +241,7 @@ SECONDS = ("steps_to_2.8", "watched_to_2.8", "seconds_to_2.8", "return")
 SECTIONS = {
     "first": Section("What other sections start from, or meet: to be run before these", first_runs()),
     "worst": Section("The worst case", WORST),
+    "unseen": Section("Players written afterwards", unseen_runs()),
     "partners": Section("Where knowing pays", partner_runs(), PARTNER_COLUMNS),
     "self-play": Section(
         "Self-play",
@@ -253,14 +254,6 @@ SECTIONS = {
             "HOP+, 256 games, 8x8": LEARNED["HOP+, 8x8"],
         },
         WATCHED,
-    ),
-    "two-stags": Section(
-        "Two stags",
-        {
-            "PPO": Run(PPO, f"{TWO_STAGS} --method ppo {FEW_GAMES}"),
-            "HOP+": Run(PPO, TWO_STAGS),
-        },
-        ("return",),
     ),
     "walls": Section(
         "A board with walls",

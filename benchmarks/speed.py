@@ -30,7 +30,6 @@ import torch
 import tyro
 
 FAST = "--compile --precision bf16"
-HALF_REAL = f"{FAST} --ppo-real-ratio 0.5"
 ITERATIONS = {  # name: (script, flags)
     "cuda": {
         "PPO, width 64, 16384 games, bf16": (PPO, f"--method ppo {FAST} --num-envs 16384 --policy-hidden 64"),
@@ -40,7 +39,7 @@ ITERATIONS = {  # name: (script, flags)
         "HOP+, defaults": (PPO, ""),
         "HOP+, defaults, compiled": (PPO, "--compile"),
         "HOP+, defaults, 8x8": (PPO, "--height 8 --width 8"),
-        "HOP+, 16384 games, half real, bf16": (PPO, f"{HALF_REAL} --num-envs 16384"),
+        "HOP+, 16384 games, half real, bf16": (PPO, f"{FAST} --num-envs 16384"),
         "HOP+ MCTS, defaults": (MCTS, ""),
     },
     "cpu": {

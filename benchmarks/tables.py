@@ -194,6 +194,22 @@ def print_worst(found: dict) -> None:
     print_table(header, [[label, *cells] for label, cells in rows.items()])
 
 
+def print_unseen(docs: Path) -> None:
+    rows = read(docs, "unseen_teams")
+    meetings = read_meetings(rows)
+    modes = [(name, "learning") for name in METHODS["4x4"]] + [("HOP+", "frozen")]
+    modes = [(name, mode) for name, mode in modes if (name, mode) in meetings]
+    table = []
+    for (board, team), (low, high) in references(rows).items():
+        cells = [f"{board}: {team}", f"{low:.2f}", f"{high:.2f}"]
+        for name, mode in modes:
+            returns = meetings.get((label_of(name, board), mode), {}).get(team, {})
+            scores = [(x - low) / (high - low) for x in returns.values()]
+            cells.append(plus_minus(scores, 2) if scores else "")
+        table.append(cells)
+    print_table(["", "random", "best response", *(", ".join(of) for of in modes)], table)
+
+
 # ---- Figures
 def pyplot():
     import matplotlib
@@ -276,6 +292,8 @@ def draw(docs: Path, name: str) -> None:
         draw_worst(docs, rows, found)
         title = f"return beside {HARDEST}, learning"
         draw_curves(docs, "worst", "three_waiting", "steps", title, "env steps with them")
+    elif name == "unseen":
+        print_unseen(docs)
     elif name == "moa":
         print_moa(docs)
     elif SECTIONS[name].columns:

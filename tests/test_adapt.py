@@ -302,6 +302,8 @@ def test_moas_head_learns_from_all_that_was_seen(folder):
         learning.learn(steps)
         seen = torch.cat([x["board"][:, :, 0] for x in rounds[: number + 1]], 1)
         assert len(batches) == 2 * (number + 1)
+        rate = learning.args.moa_learning_rate / math.sqrt(number + 1)
+        assert learning.optimizer.param_groups[0]["lr"] == rate, "fast at first"
         assert batches[-1]["board"].shape[:2] == (2, adapt.MOA_BATCH)
         for board in batches[-1]["board"][1, :50]:
             assert (seen[1] == board).all(1).any(), "its own steps"

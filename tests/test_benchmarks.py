@@ -83,10 +83,10 @@ def test_all_flags_of_all_cases_are_understood(monkeypatch):
         parse(script, flags.split(), monkeypatch)
 
 
-def test_docs_data_has_the_sections_tables_and_nothing_else():
+def test_docs_data_has_tables_of_sections_and_nothing_else():
     names = {path.stem.partition("_")[0]: path for path in experiments.ROOT.glob("docs/data/*")}
     del names["decisions"]
-    assert names.keys() == sections.SECTIONS.keys() - {"first"}
+    assert names.keys() <= sections.SECTIONS.keys() - {"first"}
     for name, path in names.items():
         assert set(tables.labels_in(tables.read_csv(path))) <= sections.SECTIONS[name].runs.keys(), path
 
@@ -177,7 +177,7 @@ def test_meetings_are_averaged_by_seed(tmp_path):
     (there / "adaptation_standard.csv").write_text(
         "\n".join(["co_players,mode,repetition,seed,score,return at 100", *lines])
     )
-    found, curve = experiments.read_teams(tmp_path)
+    found, curve = experiments.read_teams(tmp_path, tables.SETS)
     scores = {(row["co_players"], row["mode"], row["seed"]): row["score"] for row in found}
     assert (scores["3 NS", "frozen", "1"], scores["3 NS", "frozen", "2"]) == (1.5, 4)
     assert (scores["3 NS", "Bayes hunter", "0"], scores["3 NS", "Bayes hunter", "1"]) == (5, 6), "nobody trained it"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from benchmarks.unseen import KINDS
 from evaluation.strangers import STRANGER_PROBS
 from stag_hunt_env import FAR, PLAYER_PROBS, StagHuntConfig, StagHuntEnv, sample
 
@@ -47,6 +48,38 @@ def stranger_probs(config, game, seat, name):
     return reference.player_probs(config, game, seat, "nearest_stag")
 
 
+def unseen_probs(config, game, seat, name):
+    """[7] by the plain-Python game"""
+    stag, hare, at_random = (
+        reference.player_probs(config, game, seat, name) for name in ("nearest_stag", "nearest_hare", "random")
+    )
+    living = {
+        prey: [cell for p, cell in enumerate(game.prey) if game.alive[p] and reference.hunted_by(config, p) == prey]
+        for prey in (5, 6)
+    }
+    away = {prey: reference.distances(config, game, cells) for prey, cells in living.items()}
+    if name == "slow_stag":
+        return [(p + (action == 4)) / 2 for action, p in enumerate(stag)]
+    if name == "wanderer":
+        hunts = [action for action in (5, 6) if at_random[action]]
+        return [float(action in hunts) for action in range(7)] if hunts else at_random
+    if name == "far_hare":
+        from_stag = [away[5].get(cell, FAR) for cell in living[6]]
+        alive = [
+            game.alive[p] and (cell not in living[6] or away[5].get(cell, FAR) == max(from_stag))
+            for p, cell in enumerate(game.prey)
+        ]
+        return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_hare")
+    place = game.position[seat]
+    others = (game.position[i] for i in range(config.num_players) if i != seat and game.present[i])
+    wants_stag = {
+        "gives_up": game.time < 12,
+        "cautious": away[5].get(place, FAR) <= away[6].get(place, FAR),
+        "contrarian": all(away[5].get(cell, FAR) > 1 for cell in others),
+    }
+    return stag if wants_stag[name] else hare
+
+
 @pytest.mark.parametrize("config", BOARDS)
 def test_probabilities_are_those_of_breadth_first_search(config):
     """Also of strangers, each by what it is named for"""
@@ -55,8 +88,10 @@ def test_probabilities_are_those_of_breadth_first_search(config):
         games = games_of(state)
         legal = env.legal_actions(state)
         absent |= not bool(state.present.all())
+        unseen = {kind.__name__: unseen_probs for kind in KINDS}
+        plain_probs = dict.fromkeys(STRANGER_PROBS, stranger_probs) | unseen
         for name, probs in PLAYER_PROBS.items():
-            plain = stranger_probs if name in STRANGER_PROBS else reference.player_probs
+            plain = plain_probs.get(name, reference.player_probs)
             expected = [[plain(config, game, seat, name) for seat in range(config.num_players)] for game in games]
             torch.testing.assert_close(probs(env, state, legal), torch.tensor(expected), atol=1e-6, rtol=0)
     assert absent or config.num_prey == 0
