@@ -240,11 +240,11 @@ WATCHED = ("steps_to_2.8", "watched_to_2.8", "return")
 SECONDS = ("steps_to_2.8", "watched_to_2.8", "seconds_to_2.8", "return")
 SECTIONS = {
     "first": Section("What other sections start from, or meet: to be run before these", first_runs()),
-    "worst": Section("The worst case", WORST),
+    "worst": Section("How bad can it get in a new team?", WORST),
     "unseen": Section("Players written afterwards", unseen_runs()),
-    "partners": Section("Where knowing pays", partner_runs(), PARTNER_COLUMNS),
+    "partners": Section("Where does it pay to know a partner?", partner_runs(), PARTNER_COLUMNS),
     "self-play": Section(
-        "Self-play",
+        "Does HOP+ need fewer real steps in self-play?",
         {
             "PPO, 1 024 games": LEARNED["PPO"],
             "PPO, 256 games": Run(PPO, f"{QUICK} --method ppo --total-timesteps 600000 {FEW_GAMES}"),
@@ -256,7 +256,7 @@ SECTIONS = {
         WATCHED,
     ),
     "walls": Section(
-        "A board with walls",
+        "And on a board with walls?",
         {
             "PPO": Run(PPO, PPO_WALLS),
             "PPO, learning rate 3e-4": Run(PPO, f"{PPO_WALLS} {SLOW}"),
@@ -267,29 +267,29 @@ SECTIONS = {
     ),
     "imagination": Section("How much imagination?", dose_runs(), STEPS),
     "vae": Section(
-        "VAE: reconstruction or action loss?",
-        {loss: Run(PPO, f"{SUBGOALS} --vae-checkpoint @vae-{loss}") for loss in ("recon", "moa", "both")},
+        "Should the VAE learn to rebuild boards, or to predict actions?",
+        {f"--loss {x}": Run(PPO, f"{SUBGOALS} --vae-checkpoint @vae-{x}") for x in ("recon", "moa", "both")},
         STEPS,
     ),
     "moa": Section(
         "How well does MOA predict each kind of co-player?",
         {
-            "beside rule-based players": Run(PPO, ALONE, (EVALUATE,)),
-            "in self-play": PREPARED,
+            "MOA trained beside it": Run(PPO, ALONE, (EVALUATE,)),
+            "MOA trained in self-play": PREPARED,
         },
     ),
     "pretraining": Section(
         "Does pretraining pay?",
         {
-            "nothing watched": Run(PPO, f"{ONLINE} {UNPREPARED} --offline-ratio 0"),
-            "watched beside the training alone": Run(PPO, f"{ONLINE} {UNPREPARED}"),
-            "and before it (default)": PREPARED,
+            "watches nothing": Run(PPO, f"{ONLINE} {UNPREPARED} --offline-ratio 0"),
+            "watches during training": Run(PPO, f"{ONLINE} {UNPREPARED}"),
+            "watches before and during training (default)": PREPARED,
         },
         (*SECONDS, "moa_gap"),
     ),
-    "search": Section("Search", searched_runs(), SECONDS),
+    "search": Section("Does search help?", searched_runs(), SECONDS),
     "goals": Section(
-        "Discrete goals, memory, no subgoals",
+        "What if goals are discrete, or there is no memory, or no subgoals?",
         {
             "HOP+, 64 games": Run(PPO, SMALL),
             "... 8 discrete goals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 8"),

@@ -25,19 +25,19 @@ COLOURS = {
 }
 FORMS = {  # column: its heading, factor, digits
     "return": ("return", 1, 3),
-    "steps_to_2.8": ("million steps to 2.8", 1e-6, 3),
-    "watched_to_2.8": ("and watched", 1e-6, 2),
-    "seconds_to_2.8": ("seconds to 2.8", 1, 1),
+    "steps_to_2.8": ("million steps to return 2.8", 1e-6, 3),
+    "watched_to_2.8": ("million steps watched by then", 1e-6, 2),
+    "seconds_to_2.8": ("seconds to return 2.8", 1, 1),
     "moa_gap": ("MOA's cross-entropy above the lowest possible", 1, 3),
-    "shuffled": ("with subgoals of others", 1, 3),
+    "shuffled": ("subgoals of another game", 1, 3),
 }
 MOA_COLUMNS = {
-    "NLL": "cross-entropy",
-    "NLL Bayes": "Bayes' rule",
-    "NLL its own": "lowest possible",
-    "top-1": "top-1",
+    "NLL": "cross-entropy of MOA",
+    "NLL Bayes": "cross-entropy of Bayes' rule",
+    "NLL its own": "lowest possible cross-entropy",
+    "top-1": "top-1 of MOA",
     "top-1 Bayes": "top-1 of Bayes' rule",
-    "top-1 its own": "highest possible",
+    "top-1 its own": "highest possible top-1",
 }
 BAYES = "Bayes hunter"
 HARDEST = "3 waiting"  # beside them most learners earn least, so there is a column without them
@@ -101,7 +101,7 @@ def print_runs(docs: Path, name: str) -> None:
     if name == "search":
         milliseconds = {row["case"]: f"{float(row['milliseconds']):.3g}" for row in read(docs, "decisions_gpu")}
     sizes = list(dict.fromkeys(case.rpartition(", ")[2] for case in milliseconds))
-    header += [f"ms a decision, {size}" for size in sizes]
+    header += [f"ms per decision, {size}" for size in sizes]
     table = []
     for label in dict.fromkeys(label for label, _ in places):
         cells = [cell_of(rows, label_of(label, board), key) for board, key in columns]
@@ -184,7 +184,7 @@ def print_worst(found: dict) -> None:
     header = [""]
     rows = {}
     for board in boards:
-        columns = ("worst score", "beside", "mean", f"worst without {HARDEST}")
+        columns = ("worst score", "worst team", "mean score", f"worst score without {HARDEST}")
         header += [f"{board}: {column}" for column in columns]
     for (_, method, mode), scores in sorted(found.items(), key=lambda item: item[0][2]):
         worst = worst_case(scores)
@@ -239,28 +239,28 @@ def draw_worst(docs: Path, rows: list[dict], found: dict) -> None:
     """docs/results/worst_case.png: a map of methods x teams, for who learns and the scripted hunter"""
     sets_of = {row["co_players"]: row["sets"] for row in rows}
     boards = list(dict.fromkeys(board for board, _, _ in found))
-    size = (9.6, 3.5 * len(boards))
+    size = (10.4, 3.4 * len(boards))
     figure, axes = pyplot().subplots(len(boards), 1, figsize=size, squeeze=False, layout="constrained")
     for axis, board in zip(axes[:, 0], boards, strict=True):
         names, shares = [], []
         for (place, method, mode), scores in found.items():
             if place != board or mode == "frozen":
                 continue
-            teams = []  # a gap after each kind of teams
+            teams = []  # a gap with its name before each kind of teams
             for sets in SETS:
-                teams += [players for players in scores if sets_of[players] == sets] + [""]
+                teams += [f"{sets.upper()}:"] + [players for players in scores if sets_of[players] == sets]
             means = [np.mean(list(scores.get(team, {0: math.nan}).values())) for team in teams]
             names.append(method)
-            shares.append([*means, worst_case(scores).score[0]])
+            shares.append([*means, math.nan, worst_case(scores).score[0]])
         axis.imshow(shares, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # red: as a random player
         for (row, column), score in np.ndenumerate(shares):
             colour = "white" if score < 0.12 or score > 0.84 else "black"
             text = "" if math.isnan(score) else f"{score:.2f}".replace("0.", ".", 1)
             axis.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
         axis.set_yticks(range(len(names)), names)
-        ticks = [*teams, "worst score"] if board == boards[-1] else []
+        ticks = [*teams, "", "worst score"] if board == boards[-1] else []
         axis.set_xticks(range(len(ticks)), ticks, rotation=38, ha="right", fontsize=9)
-        axis.set_title(f"{board}: score in each team, learning", loc="left")
+        axis.set_title(f"{board}: score in each of {len(found[place, method, mode])} teams", loc="left")
         axis.grid(visible=False)
     save(docs, figure, "worst_case")
 
@@ -290,7 +290,7 @@ def draw(docs: Path, name: str) -> None:
         found = complete_scores(rows)
         print_worst(found)
         draw_worst(docs, rows, found)
-        title = f"return beside {HARDEST}, learning"
+        title = "return beside three who wait"
         draw_curves(docs, "worst", "three_waiting", "steps", title, "env steps with them")
     elif name == "unseen":
         print_unseen(docs)
@@ -299,4 +299,4 @@ def draw(docs: Path, name: str) -> None:
     elif SECTIONS[name].columns:
         print_runs(docs, name)
     if name == "partners":
-        draw_curves(docs, "partners", "partners", "game", "return", "number of the game with a partner")
+        draw_curves(docs, "partners", "partners", "game", "return beside a partner that stays", "number of the game")

@@ -161,7 +161,7 @@ def test_sections_from_their_runs_to_their_tables(tmp_path, monkeypatch, capsys,
     assert len(rows) == 2 and all(row["moa_gap"] for row in rows)
     (together,) = (float(row["game 1"]) for row in tables.read(docs, "partners") if row["seed"] == "0")
     assert together >= 0 and len(tables.read(docs, "partners_curves")) == 11
-    assert "shuffled" not in said and "| with subgoals of others | left_stag |" in said, "no column without numbers"
+    assert "shuffled" not in said and "| subgoals of another game | left_stag |" in said, "no column without numbers"
     assert "| learner, HOP+ |" in said
     monkeypatch.setattr(experiments.subprocess, "run", None)
     experiments.main(args)
