@@ -289,11 +289,11 @@ SECTIONS = {
     ),
     "search": Section("Does search help?", searched_runs(), SECONDS),
     "goals": Section(
-        "What if goals are discrete, or there is no memory, or no subgoals?",
+        "What if subgoals are discrete, or missing, or there is no memory?",
         {
             "HOP+, 64 games": Run(PPO, SMALL),
-            "... 8 discrete goals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 8"),
-            "... 4 discrete goals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 4"),
+            "... 8 discrete subgoals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 8"),
+            "... 4 discrete subgoals": Run(PPO, f"{SMALL} --goal-kind discrete --goal-dim 4"),
             "... policy reads no subgoals": Run(PPO, f"{SMALL} --subgoals none"),
             "HOP+, 256 games": LEARNED["HOP+"],
             "... no memory": Run(PPO, f"{WORST['HOP+'].flags} --memory-discount 0"),
