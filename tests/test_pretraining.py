@@ -178,8 +178,10 @@ def test_what_does_not_fit_is_refused(tmp_path, runs, capsys, no_pictures):
     wm.main(tiny(wm, tmp_path / "pixel", wm_head="pixel"))
     (pixel,) = (tmp_path / "pixel").iterdir()
     other_prey = dataclasses.replace(CONFIG, num_stags=2, num_hares=2)
+    longer = dataclasses.replace(CONFIG, final_time=12)  # its MOA's clock has as many ticks
     cases = [
         ({"vae_checkpoint": str(runs[vae][0]), "config": other_prey}, "num_stags is 1, here 2"),
+        ({"vae_checkpoint": str(runs[vae][0]), "config": longer}, "final_time is 11, here 12"),
         ({"vae_checkpoint": str(runs[vae][0]), "goal_dim": 5}, "goal_dim is 4, here 5"),
         ({"world_model_checkpoint": str(pixel)}, "'pixel_world' is not used here"),
         ({"world_model_checkpoint": str(runs[vae][0])}, "pretrain_vae 12, not of pretrain_world_model 11"),
