@@ -183,31 +183,19 @@ def print_worst(found: dict) -> None:
     boards = list(dict.fromkeys(board for board, _, _ in found))
     header = [""]
     rows = {}
+    columns = ["worst score", "worst team", "mean score"]
+    if any(HARDEST in scores for scores in found.values()):
+        columns.append(f"worst score without {HARDEST}")
     for board in boards:
-        columns = ("worst score", "worst team", "mean score", f"worst score without {HARDEST}")
         header += [f"{board}: {column}" for column in columns]
     for (_, method, mode), scores in sorted(found.items(), key=lambda item: item[0][2]):
         worst = worst_case(scores)
-        rest = worst_case({team: x for team, x in scores.items() if team != HARDEST})
-        cells = [plus_minus(worst.score, 2), worst.team, plus_minus(worst.mean, 2), plus_minus(rest.score, 2)]
+        cells = [plus_minus(worst.score, 2), worst.team, plus_minus(worst.mean, 2)]
+        if HARDEST in scores:
+            rest = worst_case({team: x for team, x in scores.items() if team != HARDEST})
+            cells.append(plus_minus(rest.score, 2))
         rows.setdefault(method if mode == BAYES else f"{method}, {mode}", []).extend(cells)
     print_table(header, [[label, *cells] for label, cells in rows.items()])
-
-
-def print_unseen(docs: Path) -> None:
-    rows = read(docs, "unseen_teams")
-    meetings = read_meetings(rows)
-    modes = [(name, "learning") for name in METHODS["4x4"]] + [("HOP+", "frozen")]
-    modes = [(name, mode) for name, mode in modes if (name, mode) in meetings]
-    table = []
-    for (board, team), (low, high) in references(rows).items():
-        cells = [f"{board}: {team}", f"{low:.2f}", f"{high:.2f}"]
-        for name, mode in modes:
-            returns = meetings.get((label_of(name, board), mode), {}).get(team, {})
-            scores = [(x - low) / (high - low) for x in returns.values()]
-            cells.append(plus_minus(scores, 2) if scores else "")
-        table.append(cells)
-    print_table(["", "random", "best response", *(", ".join(of) for of in modes)], table)
 
 
 # ---- Figures
@@ -293,7 +281,7 @@ def draw(docs: Path, name: str) -> None:
         title = "return beside three who wait"
         draw_curves(docs, "worst", "three_waiting", "steps", title, "env steps with them")
     elif name == "unseen":
-        print_unseen(docs)
+        print_worst(complete_scores(read(docs, "unseen_teams")))
     elif name == "moa":
         print_moa(docs)
     elif SECTIONS[name].columns:
