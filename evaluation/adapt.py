@@ -66,6 +66,7 @@ LEARNING = {  # flags of the script, as they are here
     "imagined_weight": 1.0,
     "ppo_real_ratio": 0.5,
 }
+FROM_REAL_STEPS = {"learning_rate": 3e-4}  # of a run without a world model: they are few
 BEST_RESPONSE = {  # of hopplus_ppo.py, whatever the run's script is
     "method": "ppo",
     "subgoals": "none",
@@ -91,7 +92,7 @@ class Args(RunArgs):
     references: bool = True  # also a random player, the Bayes hunter, and PPO trained with each set
     search: bool = False  # act as in training where that was by search (else by the policy alone)
     steps: int = 2400  # with the same co-players
-    every: int = 50  # steps between two updates
+    every: int | None = None  # steps between two updates (None: 50; without a world model 100)
     repetitions: int = 20  # of each set
     games: int = 8  # at once
     moa_updates: int = 16  # per round
@@ -308,7 +309,8 @@ def play_mode(args: Args, run: Run, tables: list, others: dict[str, Run], mode: 
     learner = repetition // run.args.num_seeds % run.learners_each
     numbers = (seed * run.learners_each + learner).tolist()
     learns = mode == "learning"
-    changes = LEARNING | {
+    changes = LEARNING | ({} if "world" in run.networks else FROM_REAL_STEPS)
+    changes |= {
         "seed": args.seed,
         "num_envs": args.games,
         "num_steps": args.every,
@@ -386,6 +388,7 @@ def last_quarter(args: Args, curve):
 
 def main(args: Args) -> list[dict]:
     run = runs.load_run(args.run, args.script, args.device)
+    args.every = args.every or (50 if "world" in run.networks else 100)
     final_time = run.args.config.final_time
     whole = args.steps % (4 * args.every) == 0 and args.every >= final_time
     runs.refuse(not whole, f"--steps must be 4, 8, ... times --every, and that a game, {final_time} steps")

@@ -486,3 +486,11 @@ def test_searching_is_left_out_unless_it_is_asked_for(trained, monkeypatch):
             with adapt.tqdm(disable=True) as bar:
                 adapt.play_mode(args, run, [["learner", "random", "nearest_hare"]], {}, mode, bar)
         assert len(planned) == (2 * 8 if search else 0)
+
+
+@pytest.mark.parametrize(("method", "expected"), [("ppo", (100, 3e-4)), ("hopplus", (50, 1e-3))])
+def test_few_real_steps_are_learned_from_slowly(method, expected, trained, monkeypatch):
+    seated = played(monkeypatch, adapt.frozen_players, "seat_beside")
+    flags = {"every": None, "steps": 400, "repetitions": 1, "imagined_games": 64}
+    adapt.main(arguments(trained(method), modes=("learning",), references=False, **flags))
+    assert [(state.args.num_steps, state.args.learning_rate) for _, state in seated] == [expected]

@@ -83,15 +83,13 @@ def test_moas_clock_is_a_thermometer():
     """After k of the game's steps k ticks are on, in bfloat16, too; the last five are padding"""
     args = hopplus_ppo.Args(config=StagHuntConfig(final_time=35))
     moa = hopplus_ppo.ActionModel(args)
-    assert moa.ticks.shape == (40,)
     read = []
     moa.head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     env = StagHuntEnv(args.config, 35)
     board = env.cells(env.state)[:, 0][None].float()
     clock = env.clock(env.state._replace(time=torch.arange(35)))[None]
-    goal = torch.zeros(1, 35, args.goal_dim)
     legal = env.legal_actions(env.state)[None, :, 0]
     for dtype in (torch.float32, torch.bfloat16):
-        moa(board.to(dtype), clock.to(dtype), goal.to(dtype), legal)
+        moa(board.to(dtype), clock.to(dtype), torch.zeros(1, 35, args.goal_dim, dtype=dtype), legal)
         ticks = read.pop()[0, :, args.subgoal_hidden :][:, :40]
         assert torch.equal(ticks.float(), (torch.arange(35)[:, None] > torch.arange(40)).float())
