@@ -62,16 +62,19 @@ def wanderer(env, state, legal):
     return choices / choices.sum(-1, keepdim=True)
 
 
-KINDS = (slow_stag, gives_up, cautious, contrarian, far_hare, wanderer)
-PLAYER_PROBS.update({kind.__name__: kind for kind in KINDS})
+KINDS = {kind.__name__: kind for kind in (slow_stag, gives_up, cautious, contrarian, far_hare, wanderer)}
 
 
 @dataclasses.dataclass
 class Args(adapt.Args):
-    seats: tuple[str, ...] = tuple(",".join(["learner", *[kind.__name__] * 3]) for kind in KINDS)
+    seats: tuple[str, ...] = tuple(f"learner,{name},{name},{name}" for name in KINDS)
 
 
-main = adapt.main
+def main(args: Args) -> list[dict]:
+    PLAYER_PROBS.update(KINDS)
+    return adapt.main(args)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(tyro.cli(Args))

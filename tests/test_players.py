@@ -88,9 +88,8 @@ def test_probabilities_are_those_of_breadth_first_search(config):
         games = games_of(state)
         legal = env.legal_actions(state)
         absent |= not bool(state.present.all())
-        unseen = {kind.__name__: unseen_probs for kind in KINDS}
-        plain_probs = dict.fromkeys(STRANGER_PROBS, stranger_probs) | unseen
-        for name, probs in PLAYER_PROBS.items():
+        plain_probs = dict.fromkeys(STRANGER_PROBS, stranger_probs) | dict.fromkeys(KINDS, unseen_probs)
+        for name, probs in (PLAYER_PROBS | KINDS).items():
             plain = plain_probs.get(name, reference.player_probs)
             expected = [[plain(config, game, seat, name) for seat in range(config.num_players)] for game in games]
             torch.testing.assert_close(probs(env, state, legal), torch.tensor(expected), atol=1e-6, rtol=0)
