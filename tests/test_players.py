@@ -71,7 +71,7 @@ def unseen_probs(config, game, seat, name):
         ]
         return reference.player_probs(config, dataclasses.replace(game, alive=alive), seat, "nearest_hare")
     place = game.position[seat]
-    others = (game.position[i] for i in range(config.num_players) if i != seat and game.present[i])
+    others = [game.position[i] for i in range(config.num_players) if i != seat and game.present[i]]
     wants_stag = {
         "gives_up": game.time < 12,
         "cautious": away[5].get(place, FAR) <= away[6].get(place, FAR),
