@@ -226,8 +226,8 @@ class Adaptation:
         self.evidence += self.surprise(self.old_moa, steps) - self.surprise(self.new_moa, steps)
         self.seen.append(steps)
         seen = {name: torch.cat([x[name] for x in self.seen], 1) for name in steps}
-        fast_at_first = self.args.moa_learning_rate / math.sqrt(len(self.seen))
-        self.optimizer.param_groups[0]["lr"] = fast_at_first
+        rate = self.args.moa_learning_rate / math.sqrt(len(self.seen))
+        self.optimizer.param_groups[0]["lr"] = rate
         for _ in range(self.args.moa_updates):
             rows = torch.randint(seen["clock"].shape[1], (MOA_BATCH,), device=self.state.device)
             loss = self.moa_nll({name: x[:, rows] for name, x in seen.items()}).sum()
@@ -388,9 +388,10 @@ def last_quarter(args: Args, curve):
 
 def main(args: Args) -> list[dict]:
     run = runs.load_run(args.run, args.script, args.device)
-    args.every = args.every or (50 if "world" in run.networks else 100)
+    if args.every is None:
+        args.every = 50 if "world" in run.networks else 100
     final_time = run.args.config.final_time
-    whole = args.steps % (4 * args.every) == 0 and args.every >= final_time
+    whole = args.every >= final_time and args.steps % (4 * args.every) == 0
     runs.refuse(not whole, f"--steps must be 4, 8, ... times --every, and that a game, {final_time} steps")
     runs.refuse(bool(args.others) != (args.sets == "learned"), "--sets learned needs --others NAME=FOLDER")
     others = frozen_players.load_others(args.others, args.device, run.args.config)
