@@ -40,12 +40,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-SHORT = {
-    "NS": "nearest_stag",
-    "NH": "nearest_hare",
-    "noisy NS": "noisy_stag",
-    "noisy NH": "noisy_hare",
-}
+SHORT = {"NS": "nearest_stag", "NH": "nearest_hare", "noisy NS": "noisy_stag", "noisy NH": "noisy_hare"}
 SETS = {
     "standard": ("3 NS", "3 NH", "3 random", "NS + 2 NH", "2 NS + NH", "2 NS + random", "NS + NH + random"),
     "strangers": (
@@ -401,8 +396,7 @@ def main(args: Args) -> list[dict]:
     modes = ("random", "Bayes hunter", *args.modes) if args.references else args.modes
     total = len(modes) * args.steps * args.games * len(repeated)
     total += args.references * args.best_response_steps * len(sets)
-    curves = {}
-    best = None
+    curves, best = {}, None
     with tqdm(total=total, unit="step", unit_scale=True, leave=False) as bar:
         for mode in modes:
             bar.set_description(mode)

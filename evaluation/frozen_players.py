@@ -5,6 +5,7 @@ learner that was trained in it, or by its run's first; the seeds of a run take t
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import stag_hunt_env as game
 from evaluation import runs
 from evaluation.runs import Run
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -55,24 +55,28 @@ def seat_beside(run: Run, tables, numbers, others: dict[str, Run], **changes):
 
 
 class Group:
-    """Learners of one run in all seats of some games. sits [B, N, 1]: where they really do"""
+    """Learners of one run, in all seats of those games where one sits. rows [b]: which games; sits
+    [b, N, 1]: where they do. The blocks of tables take turns among as many of its seeds as fit"""
 
     def __init__(self, run: Run, state, name: str, tables):
         self.script = run.script
-        self.env = state.env
-        games = state.games.seats.num_envs
-        sits = torch.tensor([[x == name for x in table] for table in tables], device=state.device)
-        self.sits = sits.repeat_interleave(games, 0)[..., None]
-        blocks, players = len(tables), state.env.config.num_players
-        numbers = [runs.learner_number(run, *place) for place in np.ndindex(blocks, players)]
-        everywhere = [["learner"] * players] * blocks
-        changes = {"num_envs": games, "imagination": False, "planner": "none"}
-        self.state = runs.seat_learners(run, everywhere, numbers, **changes)
+        device = state.device
+        sits = torch.tensor([[x == name for x in table] for table in tables], device=device)
+        blocks = sits.any(1).nonzero()[:, 0]
+        seeds = math.gcd(len(blocks), run.args.num_seeds)
+        blocks = blocks.view(-1, seeds).T.flatten()  # those of a seed one after another
+        games = torch.arange(state.env.num_envs, device=device).view(len(tables), -1)
+        self.rows = games[blocks].flatten()
+        self.sits = sits[self.rows // games.shape[1]][..., None]
+        seats = range(len(tables[0]))
+        numbers = [runs.learner_number(run, seed, seat) for seed in range(seeds) for seat in seats]
+        changes = {"num_envs": len(self.rows) // seeds, "imagination": False, "planner": "none"}
+        self.state = runs.seat_learners(run, [["learner"] * len(seats)] * seeds, numbers, **changes)
         self.recurrent = not hasattr(run.script, "perceive")  # ppo_gru.py
 
     @torch.no_grad()
     def probs(self, state: game.State):
-        """[B, N, 7]: what they do next"""
+        """State of their games -> [b, N, 7]: what they would do"""
         games = self.state.games
         if self.recurrent:
             agent = self.state.networks["policy"]
@@ -80,7 +84,7 @@ class Group:
             return games.seats.to_seats(log_probs.exp())
         situation = {
             "board": games.seats.to_learners(games.boards(state)),
-            "clock": games.seats.per_learner(self.env.clock(state)),
+            "clock": games.seats.per_learner(games.env.clock(state)),
             "last_joint": games.last_joint,
             "first_hunt": games.seats.per_learner(state.first_hunt),
             "history": games.history,
@@ -93,7 +97,8 @@ class Group:
     def update(self, actions, payoff, done) -> None:
         """What they remember of a step, by seat: actions and payoff [B, N], done [B]"""
         args, games = self.state.args, self.state.games
-        joint = games.seats.to_learners(self.env.seats_to_ego(actions))
+        actions, payoff, done = (x[self.rows] for x in (actions, payoff, done))
+        joint = games.seats.to_learners(games.env.seats_to_ego(actions))
         done = games.seats.per_learner(done)
         if self.recurrent:
             payoff = games.seats.to_learners(payoff)
@@ -120,7 +125,9 @@ class LearnedSeats:
     def action_probs(self, state, learner_probs=None):
         probs = self.seats.action_probs(state, learner_probs)
         for group in self.groups:
-            probs = torch.where(group.sits, group.probs(state), probs)
+            theirs = group.probs(game.State(*(x[group.rows] for x in state)))
+            theirs = torch.where(group.sits, theirs, probs[group.rows])
+            probs = probs.index_copy(0, group.rows, theirs)
         self.before = game.State(*(x.clone() for x in state))
         self.actions = game.sample(probs)
         return F.one_hot(self.actions, game.NUM_ACTIONS).float()

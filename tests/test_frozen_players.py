@@ -65,12 +65,12 @@ def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     changes = {"seats": "learner,mixed,mixed,mixed", **SMALL, **CASES[case]}
     is_recurrent = "model" in changes
     run = load(recurrent(tmp_path, model=case) if is_recurrent else untrained(tmp_path, case, **changes))
-    tables = [["learner", "A", "random", "A"], ["A", "A", "nearest_hare", "learner"]]
+    tables = [["learner", *["random"] * 3], ["learner", "A", "random", "A"], ["A", "A", "nearest_hare", "learner"]]
     changes = {"num_envs": 3, "num_steps": 20, "planner": "none", "imagination": False}
-    state = frozen_players.seat_beside(run, tables, [0, 0], {"A": run}, **changes)
+    state = frozen_players.seat_beside(run, tables, [0, 0, 0], {"A": run}, **changes)
     seats = state.games.seats
     (group,) = seats.groups
-    watcher = frozen_players.Group(run, state, "nobody", tables)
+    watcher = frozen_players.Group(run, state, "learner", tables)
     watcher.own = []
     own = watcher.probs
 
@@ -81,17 +81,17 @@ def test_they_play_as_they_do_where_they_learn(case, tmp_path):
     watcher.probs = watched
     seats.groups.append(watcher)
     steps, sums = run.script.rollout(state, state.games)
-    agent_said = torch.stack(watcher.own, 1).gather(3, steps["action"].view(2, 20, 3, 1))[..., 0]
+    agent_said = torch.stack(watcher.own, 1).gather(3, steps["action"].view(3, 20, 3, 1))[..., 0]
     torch.testing.assert_close(agent_said, steps["log_prob"].exp())
     assert sums["games/ended"][:, 0].min() >= 6, "over several games"
     memory = "state" if is_recurrent else "history"
     if getattr(state.games, memory).numel():
-        theirs = getattr(watcher.state.games, memory)
-        ours = getattr(state.games, memory)
-        for learner, row in ((0, 0), (1, 4 + 3)):  # in the first seat, in the last one of the second table
-            torch.testing.assert_close(theirs[row], ours[learner])
-        assert ours.any() and getattr(group.state.games, memory).any()
-    assert group.sits[::3, :, 0].tolist() == [[name == "A" for name in table] for table in tables]
+        theirs, ours = (getattr(x.games, memory) for x in (watcher.state, state))
+        for table, seat in enumerate((0, 0, 3)):  # the learner's
+            torch.testing.assert_close(theirs[seat, 3 * table : 3 * table + 3], ours[table])
+        torch.testing.assert_close(getattr(group.state.games, memory), theirs[:, 3:])
+        assert ours.any() and theirs.any()
+    assert group.sits[::3, :, 0].tolist() == [[name == "A" for name in table] for table in tables[1:]]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
