@@ -53,7 +53,7 @@ SETS = {
     ),
 }
 LEARNING = {  # flags of the script, as they are here
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-3,  # in the first round, if it imagines; it falls with the root of their number
     "update_epochs": 4,
     "num_minibatches": 4,
     "ent_coef": 0.01,
@@ -136,12 +136,10 @@ class Starts:
         # `imagine` looks here for how many games are real, and imagines as much as they play
         games = round(rows * args.imagination_horizon / args.num_steps)
         self.last_joint = first["last_joint"][:, :games]
-        self.history = None  # [M, K, _]: as the learners remember their co-players
 
     def sample(self, *_) -> dict:
         steps = {name: x[:, None] for name, x in self.first.items()}
-        history = self.history[:, None, None]
-        steps["history"] = history.expand(-1, -1, steps["clock"].shape[2], -1, -1)
+        steps["history"] = self.history[:, None]
         return steps | {"game_number": torch.zeros_like(steps["done"], dtype=torch.int64)}
 
 
@@ -197,6 +195,8 @@ class Adaptation:
             self.learn_moa({name: x[:, :, 0] for name, x in steps.items() if name != "value"})
         load_params(self.policy, self.new_policy)
         if self.imagining is not None:
+            rate = self.state.args.learning_rate / math.sqrt(len(self.seen))
+            self.state.optimizers["policy"].learning_rate.fill_(rate)
             self.remember(steps)
             for _ in range(self.args.rounds):
                 self.improve_policy(self.run.script.imagine(self.imagining), real=False)
@@ -233,12 +233,13 @@ class Adaptation:
         load_params(self.moa, select(self.evidence > 0, self.new_moa, self.old_moa))
 
     def remember(self, steps: dict) -> None:
-        """Imagined games begin with what is known of the co-players when the newest one began, and
+        """Imagined games begin with what was known of the co-players when one of the newest began, and
         are trusted for as many steps as the seen ones were predicted exactly"""
-        begins = (steps["clock"][:, :, 0] == 0).long()  # [M, T]
-        newest = begins.cumsum(1).argmax(1)
-        rows = torch.arange(len(newest), device=newest.device)
-        self.imagining.games.history = steps["history"][rows, newest, 0]
+        starts = self.imagining.games
+        begins = (steps["clock"][:, :, 0] == 0).float()  # [M, T]
+        drawn = begins.multinomial(starts.first["clock"].shape[1], replacement=True)
+        rows = torch.arange(len(drawn), device=drawn.device)[:, None]
+        starts.history = steps["history"][rows, drawn, 0]  # [M, n, K, _]
         ahead = self.state.args.imagination_horizon
         parts = {}
         for name in ("board", "joint", "payoff", "next_board", "done"):
@@ -311,9 +312,8 @@ def play_mode(args: Args, run: Run, tables: list, others: dict[str, Run], mode: 
         "num_steps": args.every,
         "imagination": learns and "world" in run.networks,
         "imagination_horizon": run.args.config.final_time,
+        **({} if args.search else {"planner": "none"}),
     }
-    if not args.search:
-        changes["planner"] = "none"
     state = frozen_players.seat_beside(run, tables, numbers, others, **changes)
     if mode == "random":  # all logits 0
         policy = state.networks["policy"]

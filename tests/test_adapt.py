@@ -302,8 +302,9 @@ def test_moas_head_learns_from_all_that_was_seen(folder):
         learning.learn(steps)
         seen = torch.cat([x["board"][:, :, 0] for x in rounds[: number + 1]], 1)
         assert len(batches) == 2 * (number + 1)
-        rate = learning.args.moa_learning_rate / math.sqrt(number + 1)
-        assert learning.optimizer.param_groups[0]["lr"] == rate, "fast at first"
+        rates = learning.optimizer.param_groups[0]["lr"], float(state.optimizers["policy"].learning_rate)
+        first = learning.args.moa_learning_rate, adapt.LEARNING["learning_rate"]
+        assert rates == pytest.approx([x / math.sqrt(number + 1) for x in first]), "fast at first"
         assert batches[-1]["board"].shape[:2] == (2, adapt.MOA_BATCH)
         for board in batches[-1]["board"][1, :50]:
             assert (seen[1] == board).all(1).any(), "its own steps"
@@ -433,14 +434,13 @@ def test_imagined_games_begin_on_own_first_boards_with_what_is_remembered(folder
     start = sampled[0][1]
     assert (start["clock"] == 0).all()
     for m in range(6):
-        board, clock = run.replay["board"][:, m], run.replay["clock"][:, m]
-        first = board[clock == 0]
+        first = run.replay["board"][:, m][run.replay["clock"][:, m] == 0]
         for drawn in start["board"][m, 0, :100]:
             assert (first == drawn).all(1).any(), "of the learner's own replay"
-        newest = max(t for t in range(8) if steps["clock"][m, t, 0] == 0)
-        remembered = steps["history"][m, newest, 0]
-        assert torch.equal(start["history"][m], remembered.expand_as(start["history"][m]))
-    assert start["history"].any()
+        begins = steps["clock"][m, :, 0] == 0
+        remembered = steps["history"][m, begins, 0].flatten(1)  # when each newest game began
+        same = (start["history"][m, 0].flatten(1)[:, None] == remembered).all(2)
+        assert same.any(1).all() and same.any(0).all() and start["history"][m].any()
     samples = run.script.imagine(learning.imagining)
     assert samples["reward"].shape[:2] == (6, 6), "whole games, beyond training's 4 steps"
     assert samples["reward"].shape[2] >= 4
