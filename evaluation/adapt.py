@@ -53,7 +53,6 @@ SETS = {
     ),
 }
 LEARNING = {  # flags of the script, as they are here
-    "learning_rate": 2e-3,  # in the first round, if it imagines; it falls with the root of their number
     "update_epochs": 4,
     "num_minibatches": 4,
     "ent_coef": 0.01,
@@ -61,7 +60,6 @@ LEARNING = {  # flags of the script, as they are here
     "imagined_weight": 1.0,
     "ppo_real_ratio": 0.5,
 }
-FROM_REAL_STEPS = {"learning_rate": 3e-4}  # of a run without a world model: they are few
 BEST_RESPONSE = {  # of hopplus_ppo.py, whatever the run's script is
     "method": "ppo",
     "subgoals": "none",
@@ -92,6 +90,7 @@ class Args(RunArgs):
     games: int = 8  # at once
     moa_updates: int = 16  # per round
     moa_learning_rate: float = 3e-3  # in the first round; it falls with the root of their number
+    learning_rate: float | None = None  # PPO's, alike (None: 2e-3); without a world model fixed (None: 3e-4)
     rounds: int = 4  # batches of imagined games per round
     imagined_games: int = 64  # side by side in a batch; who ends begins anew
     best_response_steps: int = 800_000  # of PPO with each set
@@ -195,7 +194,7 @@ class Adaptation:
             self.learn_moa({name: x[:, :, 0] for name, x in steps.items() if name != "value"})
         load_params(self.policy, self.new_policy)
         if self.imagining is not None:
-            rate = self.state.args.learning_rate / math.sqrt(len(self.seen))
+            rate = self.args.learning_rate / math.sqrt(len(self.seen))
             self.state.optimizers["policy"].learning_rate.fill_(rate)
             self.remember(steps)
             for _ in range(self.args.rounds):
@@ -305,9 +304,9 @@ def play_mode(args: Args, run: Run, tables: list, others: dict[str, Run], mode: 
     learner = repetition // run.args.num_seeds % run.learners_each
     numbers = (seed * run.learners_each + learner).tolist()
     learns = mode == "learning"
-    changes = LEARNING | ({} if "world" in run.networks else FROM_REAL_STEPS)
-    changes |= {
+    changes = LEARNING | {
         "seed": args.seed,
+        "learning_rate": args.learning_rate,
         "num_envs": args.games,
         "num_steps": args.every,
         "imagination": learns and "world" in run.networks,
@@ -383,8 +382,11 @@ def last_quarter(args: Args, curve):
 
 def main(args: Args) -> list[dict]:
     run = runs.load_run(args.run, args.script, args.device)
+    imagines = "world" in run.networks
     if args.every is None:
-        args.every = 50 if "world" in run.networks else 100
+        args.every = 50 if imagines else 100
+    if args.learning_rate is None:
+        args.learning_rate = 2e-3 if imagines else 3e-4
     final_time = run.args.config.final_time
     whole = args.every >= final_time and args.steps % (4 * args.every) == 0
     runs.refuse(not whole, f"--steps must be 4, 8, ... times --every, and that a game, {final_time} steps")

@@ -17,7 +17,7 @@ import torch
 from helpers import record_learning_rates, untrained
 
 ROOT = Path(game.__file__).resolve().parent
-FAST = {"steps": 32, "every": 8, "repetitions": 6, "games": 2, "imagined_games": 4, "rounds": 1}
+FAST = {"steps": 32, "every": 8, "repetitions": 6, "games": 2, "imagined_games": 4, "rounds": 1, "learning_rate": 2e-3}
 FAST |= {"moa_updates": 2, "device": "cpu", "best_response_steps": 64}
 
 
@@ -271,7 +271,7 @@ def test_a_best_response_is_scored_in_new_games(folder, monkeypatch):
 def adaptation(run, numbers=(0, 4), learns=True, **flags):
     """Of these learners, in the first seat beside a random player and a hunter of hares"""
     args = arguments("", **flags)
-    changes = {**adapt.LEARNING, "num_envs": 2, "num_steps": 8}
+    changes = {**adapt.LEARNING, "num_envs": 2, "num_steps": 8, "learning_rate": FAST["learning_rate"]}
     changes |= {"imagination": "world" in run.networks, "imagination_horizon": 6, "planner": "none"}
     tables = [["learner", "random", "nearest_hare"]] * len(numbers)
     state = runs.seat_learners(run, tables, list(numbers), **changes)
@@ -303,7 +303,7 @@ def test_moas_head_learns_from_all_that_was_seen(folder):
         seen = torch.cat([x["board"][:, :, 0] for x in rounds[: number + 1]], 1)
         assert len(batches) == 2 * (number + 1)
         rates = learning.optimizer.param_groups[0]["lr"], float(state.optimizers["policy"].learning_rate)
-        first = learning.args.moa_learning_rate, adapt.LEARNING["learning_rate"]
+        first = learning.args.moa_learning_rate, learning.args.learning_rate
         assert rates == pytest.approx([x / math.sqrt(number + 1) for x in first]), "fast at first"
         assert batches[-1]["board"].shape[:2] == (2, adapt.MOA_BATCH)
         for board in batches[-1]["board"][1, :50]:
@@ -488,9 +488,12 @@ def test_searching_is_left_out_unless_it_is_asked_for(trained, monkeypatch):
         assert len(planned) == (2 * 8 if search else 0)
 
 
-@pytest.mark.parametrize(("method", "expected"), [("ppo", (100, 3e-4)), ("hopplus", (50, 2e-3))])
-def test_few_real_steps_are_learned_from_slowly(method, expected, trained, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "rate", "expected"),
+    [("ppo", None, (100, 3e-4)), ("ppo", 3e-5, (100, 3e-5)), ("hopplus", None, (50, 2e-3))],
+)
+def test_few_real_steps_are_learned_from_slowly(method, rate, expected, trained, monkeypatch):
     seated = played(monkeypatch, adapt.frozen_players, "seat_beside")
-    flags = {"every": None, "steps": 4 * expected[0], "repetitions": 1, "imagined_games": 16}
+    flags = {"every": None, "steps": 4 * expected[0], "repetitions": 1, "imagined_games": 16, "learning_rate": rate}
     adapt.main(arguments(trained(method), modes=("learning",), references=False, **flags))
     assert [(state.args.num_steps, state.args.learning_rate) for _, state in seated] == [expected]
