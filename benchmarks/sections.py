@@ -48,6 +48,7 @@ class Method(NamedTuple):
     games: int
     steps: int
     flags: str = ""
+    adapt: str = ""  # flags of adapt.py
 
 
 # The policy itself trains with the players that models watch. Who has a memory keeps its co-players.
@@ -56,14 +57,15 @@ MIXED_GRU = f"{MIXED} --population random,nearest_stag,nearest_hare --redraw nev
 MIXED_OMG = f"--method ppo-omg {MIXED} --redraw never"
 FAST = "--learning-rate 1e-3"  # alone with rule-based players
 SLOW = "--learning-rate 3e-4"
+SLOWEST = "--learning-rate 3e-5"  # with more, the recurrent ones forget faster than they learn
 
 
 def methods(hopplus_steps: int, mixed_steps: int, rate: str) -> dict[str, Method]:
     return {
         "PPO": Method(PPO, 1024, 4_000_000, "--method ppo"),
         "PPO, mixed": Method(PPO, 1024, mixed_steps, f"--method ppo {rate} {MIXED}"),
-        "GRU, mixed": Method(GRU, 1024, mixed_steps, f"{MIXED_GRU} {rate}"),
-        "LIAM, mixed": Method(GRU, 1024, mixed_steps, f"--model liam {MIXED_GRU} {rate}"),
+        "GRU, mixed": Method(GRU, 1024, mixed_steps, f"{MIXED_GRU} {rate}", SLOWEST),
+        "LIAM, mixed": Method(GRU, 1024, mixed_steps, f"--model liam {MIXED_GRU} {rate}", SLOWEST),
         f"{OMG}, mixed": Method(PPO, 1024, mixed_steps, f"{MIXED_OMG} {rate}"),
         "HOP+": Method(PPO, 256, hopplus_steps),
     }
@@ -103,7 +105,7 @@ def method_runs() -> dict[str, Run]:
     for board, methods in METHODS.items():
         met = " ".join(f"{name}=@{name}-{board}" for name in OTHERS[board])
         for name, method in methods.items():
-            command = BEST if name == "PPO" else ADAPT
+            command = join(BEST if name == "PPO" else ADAPT, method.adapt)
             then = (command, f"{command} --sets strangers", f"{command} --sets learned --others {met}")
             runs[label_of(name, board)] = method_run(method, board, TEST_SEEDS, then)
     return runs
@@ -131,7 +133,8 @@ def unseen_runs() -> dict[str, Run]:
         for name in ("PPO, mixed", "GRU, mixed", "LIAM, mixed", "HOP+"):
             references = "--best-response-steps 8000000" if name == "HOP+" else "--no-references"
             label = label_of(name, board)
-            runs[label] = LEARNED[label]._replace(then=(f"benchmarks/unseen.py RUN {references}",))
+            command = join("benchmarks/unseen.py RUN", references, METHODS[board][name].adapt)
+            runs[label] = LEARNED[label]._replace(then=(command,))
     return runs
 
 
