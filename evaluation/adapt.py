@@ -10,11 +10,12 @@ side. A learner learns from the first alone; the others make the score less nois
 returns of the games that end in the last quarter of the steps; intervals are over training seeds. In
 brackets: 0 is a random player, 1 PPO trained with exactly this set.
 
-Every `--every` steps the learner's MOA learns from all that it saw so far. It is used where it has
-predicted the newest steps better, before it learned from them, than the MOA that the learner came
-with. The learner then imagines whole games with its co-players as it remembers them, and does PPO on
-these. It acts with the new policy where that earns more in imagined games than the one it came with,
-by two standard errors. A run without a world model does PPO on its real steps, unguarded.
+Every `--every` steps the learner's MOA learns from all that it saw so far, a copy for each co-player.
+A copy is used where it has predicted the newest steps better, before it learned from them, than the
+MOA that the learner came with. The learner then imagines whole games with its co-players as it
+remembers them, and does PPO on these. It acts with the new policy where that earns more in imagined
+games than the one it came with, by a standard error. A run without a world model does PPO on its real
+steps, unguarded.
 
 Beside the checkpoint: `adaptation_<set>.csv`, a row per repetition, and `.png`.
 """
@@ -70,9 +71,9 @@ BEST_RESPONSE = {  # of hopplus_ppo.py, whatever the run's script is
     "learning_rate": 1e-3,
     "update_epochs": 4,
     "num_minibatches": 4,
-    "cudagraphs": False,
 }
-DECAY = 0.7  # of what both policies earned: how much a round counts beside the next
+DECAY = 0.8  # of what both policies earned: how much a round counts beside the next
+FAST_ROUNDS = 4  # then PPO's rate falls
 MOA_BATCH = 256  # steps
 
 
@@ -90,9 +91,9 @@ class Args(RunArgs):
     games: int = 8  # at once
     moa_updates: int = 16  # per round
     moa_learning_rate: float = 3e-3  # in the first round; it falls with the root of their number
-    learning_rate: float | None = None  # PPO's, alike (None: 2e-3); without a world model fixed (None: 3e-4)
+    learning_rate: float | None = None  # PPO's, at first (None: 1.5e-3; without a world model 3e-4, always)
     rounds: int = 4  # batches of imagined games per round
-    imagined_games: int = 64  # side by side in a batch; who ends begins anew
+    imagined_games: int = 128  # side by side in a batch; who ends begins anew
     best_response_steps: int = 800_000  # of PPO with each set
 
 
@@ -164,6 +165,22 @@ def select(which, new: dict, old: dict) -> dict:
     return chosen
 
 
+class ModelOfEach:
+    """MOA, copied for each of K co-players. Row i * K + k of [M, n * K, ...] is about the k-th"""
+
+    def __init__(self, moa, copies: int):
+        self.moa = moa
+        self.copies = copies
+        self.params = moa.params
+        for p in self.params.values():
+            p.data = p.data.repeat_interleave(copies, 0)  # [M * K, ...]
+
+    def __call__(self, *rows):
+        rows = [x.unflatten(1, (-1, self.copies)).transpose(1, 2).flatten(0, 1) for x in rows]
+        log_probs = self.moa(*rows).unflatten(0, (-1, self.copies))  # [M, K, n, 7]
+        return log_probs.transpose(1, 2).flatten(1, 2)
+
+
 class Adaptation:
     """MOA and policy of M learners, each beside the one that it came with"""
 
@@ -175,10 +192,13 @@ class Adaptation:
         self.old_policy = self.new_policy = copy_params(self.policy)
         self.gain = torch.zeros(len(numbers), device=state.device)  # of the new policy
         self.variance = torch.zeros_like(self.gain)
-        self.moa = state.networks.get("moa")
-        if self.moa is not None:
+        self.moa = None
+        if "moa" in state.networks:
+            # HOP's is asked about two subgoals at once, so it stays one
+            copies = 1 if run.args.subgoals == "hop" else run.args.config.num_players - 1
+            self.moa = state.networks["moa"] = ModelOfEach(state.networks["moa"], copies)
             self.old_moa = self.new_moa = copy_params(self.moa)
-            self.evidence = torch.zeros_like(self.gain)  # for the new MOA
+            self.evidence = torch.zeros(len(numbers) * copies, device=state.device)  # for the new MOA
             self.seen = []
             head = {name: p for name, p in self.moa.params.items() if name.startswith("head.")}
             self.learned = list((head or self.moa.params).values())
@@ -194,7 +214,7 @@ class Adaptation:
             self.learn_moa({name: x[:, :, 0] for name, x in steps.items() if name != "value"})
         load_params(self.policy, self.new_policy)
         if self.imagining is not None:
-            rate = self.args.learning_rate / math.sqrt(len(self.seen))
+            rate = self.args.learning_rate * min(1.0, FAST_ROUNDS / len(self.seen))
             self.state.optimizers["policy"].learning_rate.fill_(rate)
             self.remember(steps)
             for _ in range(self.args.rounds):
@@ -206,10 +226,11 @@ class Adaptation:
             self.new_policy = copy_params(self.policy)
 
     def moa_nll(self, steps: dict):
-        """Of what the co-players did [M]"""
+        """Of what the co-players of each copy did [M * K]"""
         probs, present, actions = runs.predict_others(self.run, self.state, steps)
         nll = -probs.gather(3, actions[..., None])[..., 0].clamp(min=1e-9).log()
-        return (nll * present).flatten(1).sum(1) / present.flatten(1).sum(1).clamp(min=1)
+        parts = [x.unflatten(2, (self.moa.copies, -1)).sum((1, 3)) for x in (nll * present, present)]
+        return (parts[0] / parts[1].clamp(min=1)).flatten()
 
     @torch.no_grad()
     def surprise(self, params: dict, steps: dict):
@@ -250,24 +271,25 @@ class Adaptation:
         self.run.script.ppo_update(self.state, batch)
 
     def imagined_return(self, params: dict):
-        """Mean over imagined games, and its squared standard error [M], as the game pays: a bonus
-        is for learning. A row holds one game after another; what follows the last end is left out"""
+        """Mean over imagined games [M], and what each row adds to its error [M, n], as the game pays: a
+        bonus is for learning. A row holds one game after another; what follows the last end is left out"""
         load_params(self.policy, params)
         samples = self.run.script.imagine(self.imagining)
         ended = (samples["ended"] & samples["mask"]).float()  # [M, h, n]
         before_end = ended.flip(1).cumsum(1).flip(1) > 0
         paid = (samples["payoff"] * samples["mask"] * before_end).sum(1)  # [M, n]
         games = ended.sum(1)
-        total = games.sum(1).clamp(min=1)
-        mean = paid.sum(1) / total
-        return mean, (paid - mean[:, None] * games).square().sum(1) / total.square()
+        total = games.sum(1, keepdim=True).clamp(min=1)
+        mean = paid.sum(1, keepdim=True) / total
+        return mean[:, 0], (paid - mean * games) / total
 
     def choose_policy(self) -> None:
-        old, old_error = self.imagined_return(self.old_policy)
+        with torch.random.fork_rng():  # the same numbers for both: as long as they do the same
+            old, old_error = self.imagined_return(self.old_policy)
         new, new_error = self.imagined_return(self.new_policy)
         self.gain = DECAY * self.gain + new - old
-        self.variance = DECAY**2 * self.variance + new_error + old_error
-        better = self.gain > 2 * self.variance.sqrt()
+        self.variance = DECAY**2 * self.variance + (new_error - old_error).square().sum(1)
+        better = self.gain > self.variance.sqrt()
         load_params(self.policy, select(better, self.new_policy, self.old_policy))
 
 
@@ -338,13 +360,19 @@ def best_responses(args: Args, run: Run, tables: list, others: dict[str, Run], b
     ppo = hopplus_ppo.Args(**flags)
     learner = Run(run.folder, hopplus_ppo, ppo, {}, {})
     state = frozen_players.seat_beside(learner, tables, None, others, seed=args.seed)
+
+    def train():
+        steps, _ = hopplus_ppo.rollout(state, state.games)
+        batch, _ = hopplus_ppo.make_ppo_batch(ppo, steps, real=True)
+        hopplus_ppo.ppo_update(state, batch)
+
     iterations = math.ceil(args.best_response_steps / ppo.num_envs / ppo.num_steps)
     for number in range(iterations):
         left = 1 - 0.9 * number / iterations
         state.optimizers["policy"].learning_rate.fill_(ppo.learning_rate * left)
-        steps, _ = hopplus_ppo.rollout(state, state.games)
-        batch, _ = hopplus_ppo.make_ppo_batch(ppo, steps, real=True)
-        hopplus_ppo.ppo_update(state, batch)
+        train()
+        if number == 0:
+            train = hopplus_ppo.capture(train, state)
         bar.update(ppo.num_steps * state.env.num_envs)
     seat = torch.tensor([table.index("learner") for table in tables])
     scores = [hopplus_ppo.rollout(state, state.games)[1] for _ in range(6)]
@@ -386,7 +414,7 @@ def main(args: Args) -> list[dict]:
     if args.every is None:
         args.every = 50 if imagines else 100
     if args.learning_rate is None:
-        args.learning_rate = 2e-3 if imagines else 3e-4
+        args.learning_rate = 1.5e-3 if imagines else 3e-4
     final_time = run.args.config.final_time
     whole = args.every >= final_time and args.steps % (4 * args.every) == 0
     runs.refuse(not whole, f"--steps must be 4, 8, ... times --every, and that a game, {final_time} steps")
