@@ -1,7 +1,4 @@
-"""What a hunter earns that nobody trained: a mark to read a learner's return by.
-
-    python evaluation/bayes_hunter.py --seats learner,nearest_stag,nearest_hare,random
-    python evaluation/bayes_hunter.py --seats learner,mixed,mixed,mixed --height 8 --width 8
+"""A hunter that nobody trained: adapt.py shows what it earns in the learner's place.
 
 The Bayes hunter sits in the learner's seat. It knows the rules of random, nearest_stag and
 nearest_hare, infers who of these each co-player is from what it did in this game, and walks to what
@@ -13,11 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stag_hunt_env as game
-from evaluation import runs, strangers  # noqa: F401, strangers may be co-players
-from evaluation.posterior import Posterior
 
 import torch
-import tyro
 
 
 def stag_hunters(env, state, name, distances):
@@ -68,43 +62,3 @@ def bayes_probs(env, seats, posterior):
     to_hare = game.hunter_probs(env, alone, legal, game.HUNT_HARE)[places, seat]
     probs = torch.where((goal < stags)[:, None], to_stag, to_hare)
     return probs.view(*seats.learner_seat.shape, game.NUM_ACTIONS)
-
-
-def play(config, seats, places=1000, games=20, seed=1, device="cpu"):
-    """-> mean return [places] of the Bayes hunter beside those who sit in `seats`"""
-    torch.manual_seed(seed)
-    env = game.StagHuntEnv(config, places, device, seed)
-    seats = game.Seats(env, [seats])
-    posterior = Posterior(seats)
-    seat = int(seats.learner_seat[0, 0])
-    played = torch.zeros(places, dtype=torch.int64, device=env.device)
-    total = torch.zeros(places, device=env.device)
-    while played.min() < games:
-        probs = seats.action_probs(env.state, bayes_probs(env, seats, posterior))
-        actions = game.sample(probs)
-        _, present_before, done = env.advance(actions)
-        posterior.update(actions, present_before, done)
-        seats.update(done)
-        total += env.final_return[:, seat] * (done & (played < games))
-        played += done
-    return total / games
-
-
-def main(
-    config: game.StagHuntConfig,
-    seats: tuple[str, ...],
-    places: int = 1000,
-    games: int = 20,
-    seed: int = 1,
-    device: str = "cpu",
-):
-    """What the Bayes hunter earns. `seats`: who sits where, one learner in each; `places`: games at a
-    time; `games`: games in each place"""
-    print(f"{config.setting}, {config.final_time} steps, {places * games} games")
-    for table in seats:
-        returns = play(config, table, places, games, seed, device).cpu()
-        print(f"{table:<7} {runs.mean_text(*runs.interval(returns))}")
-
-
-if __name__ == "__main__":
-    tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,))
