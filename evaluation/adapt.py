@@ -90,7 +90,7 @@ class Args(RunArgs):
     games: int = 8  # at once
     moa_updates: int = 16  # per round
     moa_learning_rate: float = 3e-3  # in the first round; it falls with the root of their number
-    learning_rate: float | None = None  # PPO's (None: 5e-3, it falls as 1 / round; without a world model 3e-4)
+    learning_rate: float | None = None  # PPO's, divided by the round (None: 5e-3); without a world model not (3e-4)
     rounds: int = 4  # batches of imagined games per round
     imagined_games: int = 128  # side by side in a batch; who ends begins anew
     best_response_steps: int = 800_000  # of PPO with each set
@@ -417,6 +417,8 @@ def main(args: Args) -> list[dict]:
     final_time = run.args.config.final_time
     whole = args.every >= final_time and args.steps % (4 * args.every) == 0
     runs.refuse(not whole, f"--steps must be 4, 8, ... times --every, and that a game, {final_time} steps")
+    slow = min(args.learning_rate, args.moa_learning_rate)
+    runs.refuse(slow <= 0, f"learning rates must be above 0, not {slow}")
     runs.refuse(bool(args.others) != (args.sets == "learned"), "--sets learned needs --others NAME=FOLDER")
     others = frozen_players.load_others(args.others, args.device, run.args.config)
     sets = deal_seats(args, run, others)

@@ -157,6 +157,7 @@ def test_what_cannot_be_played_is_named(folder):
         ({"seats": ("learner,nobody,random",)}, "--seats: unknown players"),
         ({"steps": 40}, "--steps must be 4, 8, ... times --every, and that a game, 6 steps"),
         ({"every": 4, "steps": 16}, "a game, 6 steps"),
+        ({"learning_rate": -1.0}, "learning rates must be above 0, not -1.0"),
         ({"sets": "learned"}, "--sets learned needs --others"),
     ):
         assert sentence in refusal(adapt.main, arguments(folder, **flags))
